@@ -48,6 +48,11 @@ DEVICE void multiply_step(float (&acc)[NT][4], const u32 (&left)[4], const u32 (
     }
 }
 
+// A step of K, 32 bytes, of a patch: how many rows further its rows begin, and which unit of 16 bytes of them is its first.
+struct PatchStep {
+    int shift, unit;
+};
+
 // WK groups of WM x WN warps: those of a group share the rows and the columns; each group has its part of k.
 template <typename T, int BM, int BN, int WM_, int WN_, int WK>
 struct GroupedMma {
@@ -80,6 +85,23 @@ struct GroupedMma {
 #pragma unroll
         for (int m = 0; m < MT; ++m) rows[m] = cells[m] + shift;
         multiply_rows(acc, a, rows, b);
+    }
+    // The same of single steps of K, each with its own shift, from step `first` of B on.
+    template <int STEPS>
+    static DEVICE void multiply_steps(float (&acc)[MT][NT][4], const u8* a, const int (&cells)[MT],
+                                      const PatchStep (&steps)[STEPS], int, const u8* b, int first) {
+        const int lane = threadIdx.x % 32, b_at = right_offset(column());
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) {
+            u32 right[NT][2];
+            load_right(right, b + (b_at ^ (first + step) * 32));
+#pragma unroll
+            for (int m = 0; m < MT; ++m) {
+                u32 left[4];
+                ldmatrix_x4(left, a + swizzled(cells[m] + steps[step].shift, steps[step].unit + lane / 16));
+                multiply_step<T>(acc[m], left, right);
+            }
+        }
     }
 
 private:
@@ -191,6 +213,27 @@ struct TileWgmma {
             for (int m = 0; m < MT; ++m)
                 Wgmma<T, NT * 8>::shared(&acc[m][0][0], swizzled_descriptor(left[m] + step * 32, pitch * TILE_ROW),
                                          swizzled_descriptor(right + step * 32));
+        wgmma_commit();
+    }
+    // The same of single steps of K, each with its own shift, from step `first` of B on.
+    template <int STEPS>
+    static DEVICE void multiply_steps(float (&acc)[MT][NT][4], const u8* a, const int (&cells)[MT],
+                                      const PatchStep (&steps)[STEPS], int pitch, const u8* b, int first) {
+        const u32 right = shared_address(b) + group() / WM * (NT * 8 * TILE_ROW) + first * 32;
+        u32 left[MT], at[STEPS];
+#pragma unroll
+        for (int m = 0; m < MT; ++m) left[m] = __shfl_sync(0xffffffffu, shared_address(a) + cells[m] * TILE_ROW, 0);
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step)
+            at[step] = __shfl_sync(0xffffffffu, steps[step].shift * TILE_ROW + steps[step].unit * 16, 0);
+        const u32 columns = __shfl_sync(0xffffffffu, right, 0);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+            for (int m = 0; m < MT; ++m)
+                Wgmma<T, NT * 8>::shared(&acc[m][0][0], swizzled_descriptor(left[m] + at[step], pitch * TILE_ROW),
+                                         swizzled_descriptor(columns + step * 32));
         wgmma_commit();
     }
 };

@@ -29,6 +29,9 @@ CASES = [
     ),
     ConvCase(blocks=Blocks(block=(4, 4)), channels=240, channels_out=240, groups=10),
     ConvCase("BFloat16", Blocks(block=(8, 8)), 512, 256, strides=(2, 2), groups=32),
+    # Patches of 4 units of channels, and of a chunk and 2 more.
+    ConvCase(blocks=Blocks(image=(40, 33), block=(16, 8)), channels=32, channels_out=40),
+    ConvCase("BFloat16", Blocks(image=(40, 33), block=(8, 16)), 80, 64, (5, 3), dilation=(1, 2)),
     # Tiles of several rounds, on the GPUs of today: those of the last one are cut.
     ConvCase(blocks=Blocks(image=(200, 200)), channels=64, channels_out=136, dilation=(2, 2)),
 ]

@@ -86,6 +86,26 @@ PATCHES = [
         ConvCase(blocks=Blocks(block=(8, 16), share=0.0), channels=64, kernel=(1, 3)),
         PatchPlan("TileMma", (8, 16), 1, 64, (4, 2), 3, 3, 1),
     ),
+    # channels that are no whole chunks: 2, 4 and 6 units of 16 bytes, and 4 beside a chunk
+    (
+        ConvCase(blocks=Blocks(image=(20, 17), block=(8, 8)), channels=32, channels_out=40),
+        PatchPlan("TileMma", (8, 8), 1, 64, (2, 2), 2, 1, 2),
+    ),
+    (
+        ConvCase(
+            "BFloat16", Blocks(image=(30, 17), block=(16, 8)), channels=16, kernel=(5, 3),
+            dilation=(1, 2), residual=False,
+        ),
+        PatchPlan("TileMma", (8, 8), 2, 64, (4, 2), 4, 1, 1),
+    ),
+    (
+        ConvCase(blocks=Blocks(image=(30, 20), block=(16, 16)), channels=48, channels_out=133),
+        PatchPlan("TileMma", (8, 16), 1, 64, (4, 2), 3, 2, 1),
+    ),
+    (
+        ConvCase("BFloat16", Blocks(image=(30, 20), block=(16, 16)), 96, 64),
+        PatchPlan("TileMma", (8, 16), 1, 64, (4, 2), 5, 2, 1),
+    ),
 ]  # fmt: skip
 DEPTHWISE = [
     ConvCase(depthwise=True, channels_out=16),
@@ -142,6 +162,10 @@ WGMMA = [  # case, tile, warps, stages, and what else of the plan
 WGMMA_PATCHES = [
     (PATCHES[0][0], PatchPlan("TileWgmma", (8, 8), 2, 64, (2, 1), 3, 1, 1)),
     (PATCHES[1][0], PatchPlan("TileWgmma", (8, 16), 1, 64, (1, 1), 9, 2, 1)),
+    (PATCHES[4][0], PatchPlan("TileWgmma", (8, 8), 2, 64, (2, 1), 3, 1, 1)),
+    (PATCHES[5][0], PatchPlan("TileWgmma", (8, 8), 1, 64, (1, 1), 4, 1, 1)),
+    (PATCHES[6][0], PatchPlan("TileWgmma", (16, 16), 1, 128, (2, 1), 2, 2, 1)),
+    (PATCHES[7][0], PatchPlan("TileWgmma", (8, 16), 1, 64, (1, 1), 9, 2, 1)),
 ]
 
 

@@ -6,6 +6,8 @@
 // A tile is PATCHES parts of blocks, of TH x TW output pixels each; for 128 bytes of channels at a time, a part with the
 // pixels around it is copied once, and all taps read it: tap (r, s) of pixel (i, j) is row (i + r * DH) * width + j + s * DW
 // of the patch. Tensor cores take 8 x 8 output pixels, a cell, as a matrix of 64 rows.
+// With REST there are channels beyond whole 128 bytes, an even number of units of 16 bytes: a last patch has them, and each
+// step of K, of 32 bytes, a tap of its own, so that several share a chunk, in the order of stack_conv.cuh.
 // Launch: a persistent grid. Threads that multiply, a warp that copies weights, and three warps that copy patches.
 #pragma once
 
@@ -59,6 +61,22 @@ struct PatchRows {
     }
 };
 
+// The steps of K of the channels beyond whole chunks: all of a tap, then those of the next.
+struct RestSteps {
+    const Problem& g;
+    int rest, width, unit = 0, shift = 0, column = 0;  // units of a pixel; pixels across a patch
+    DEVICE RestSteps(const Problem& g, int rest, int width) : g(g), rest(rest), width(width) {}
+    DEVICE PatchStep next() {
+        const PatchStep step{shift, unit};
+        unit += 2;
+        if (unit == rest) {
+            unit = 0, shift += g.DW;
+            if (++column == g.S) column = 0, shift += g.DH * width - g.S * g.DW;
+        }
+        return step;
+    }
+};
+
 // Shared memory, from a multiple of 1024 bytes on.
 template <int BN, int STAGES, int PATCH_STAGES>
 struct PatchMemory {
@@ -78,7 +96,7 @@ struct PatchMemory {
 };
 
 template <template <typename, int, int, int, int> class Engine, typename T, int TH, int TW, int PATCHES, int BN, int WM,
-          int WN, int STAGES, int PATCH_STAGES, bool VECTOR_OUT, int ACTIVATION, int BLOCKS>
+          int WN, int STAGES, int PATCH_STAGES, bool VECTOR_OUT, int ACTIVATION, int BLOCKS, bool REST>
 __global__ void __launch_bounds__(Engine<T, TH * TW * PATCHES, BN, WM, WN>::THREADS + 32 + PATCH_COPIERS, BLOCKS)
     stack_conv_patch(STACK_CONV_PARAMETERS) {
     constexpr int BM = TH * TW * PATCHES;
@@ -86,12 +104,14 @@ __global__ void __launch_bounds__(Engine<T, TH * TW * PATCHES, BN, WM, WN>::THRE
     using All = Parts<TH, TW, PATCHES>;
     constexpr int MULTIPLIERS = Product::THREADS, MT = Product::MT, NT = Product::NT, LANES = 16 / sizeof(T);
     constexpr int PANELS = BN / PANEL;
+    constexpr bool ALONE = REST && PATCH_STAGES == 1;  // what is left of the channels is all
     constexpr bool SHIFTED = Product::ASYNC && MULTIPLIERS == 256 && BLOCKS == 1;  // registers, to those that multiply
     static_assert(TH % CELL == 0 && TW % CELL == 0, "cells of 8 x 8 pixels");
 
     DYNAMIC_SHARED(u8, unaligned);
     const Problem g(C, K, bh, bw, ph, pw, H, W, P, Q, R, S, SH, SW, DH, DW, top, left);
-    const Order order(g.C, LANES, g.R * g.S);  // with no rest
+    const Order order(g.C, LANES, g.R * g.S);
+    const int groups = ALONE ? 1 : order.groups + (REST ? 1 : 0);  // patches of a tile
     const int height = TH + (g.R - 1) * g.DH, width = TW + (g.S - 1) * g.DW, patch_pixels = PATCHES * height * width;
     const int patch_bytes = ceil_div(patch_pixels * TILE_ROW, 1024) * 1024;
     const PatchMemory<BN, STAGES, PATCH_STAGES> shared(unaligned, patch_bytes);
@@ -157,8 +177,8 @@ __global__ void __launch_bounds__(Engine<T, TH * TW * PATCHES, BN, WM, WN>::THRE
             }
             wait();
         } else {
-            constexpr int ITEMS = BLOCKS > 1 ? 2 : 4, PASS = PATCH_COPIERS / 8;  // searches under way; pixels copied at once
-            const int thread = threadIdx.x - MULTIPLIERS, units = units_of_pixel<T, true>(g), unit = thread % 8;
+            constexpr int ITEMS = BLOCKS > 1 ? 2 : 4;  // searches under way
+            const int thread = threadIdx.x - MULTIPLIERS, units = units_of_pixel<T, true>(g);
             const Finder finder(table, g);
             const Divisor part_pixels(height * width), pixels_across(width);
             Meeting all(shared.copiers);
@@ -186,17 +206,20 @@ __global__ void __launch_bounds__(Engine<T, TH * TW * PATCHES, BN, WM, WN>::THRE
                 }
                 all.sync();
                 wait();
-                for (int group = 0; group < order.groups; ++group) {
+                for (int group = 0; group < groups; ++group) {
                     barrier_wait(shared.patch_empty + stage.slot, stage.phase ^ 1);
                     u8* const patch = shared.patches + stage.slot * patch_bytes;
-                    for (int q0 = thread / 8; q0 < patch_pixels; q0 += ITEMS * PASS) {
+                    const bool rest = REST && group == order.groups;
+                    const int across = !rest || order.rest > 4 ? 8 : order.rest, there = rest ? order.rest : 8;  // units
+                    const int unit = thread % across, pass = PATCH_COPIERS / across;  // pixels that are copied at once
+                    for (int q0 = thread / across; q0 < patch_pixels; q0 += ITEMS * pass) {
                         int offsets[ITEMS];
     #pragma unroll
-                        for (int e = 0; e < ITEMS; ++e) offsets[e] = shared.offsets[min(q0 + e * PASS, patch_pixels - 1)];
+                        for (int e = 0; e < ITEMS; ++e) offsets[e] = shared.offsets[min(q0 + e * pass, patch_pixels - 1)];
     #pragma unroll
                         for (int e = 0; e < ITEMS; ++e)
-                            if (q0 + e * PASS < patch_pixels)
-                                copy_channels<true, false>(patch + swizzled(q0 + e * PASS, unit), x, offsets[e],
+                            if (q0 + e * pass < patch_pixels && unit < there)
+                                copy_channels<true, false>(patch + swizzled(q0 + e * pass, unit), x, offsets[e],
                                                            (group * 8 + unit) * LANES, g.C);
                     }
                     copies_arrive(shared.patch_full + stage.slot);
@@ -233,25 +256,48 @@ __global__ void __launch_bounds__(Engine<T, TH * TW * PATCHES, BN, WM, WN>::THRE
                 if (lane == 0) barrier_arrive(empty);
             };
             if (resident) stage = Stage<STAGES>();  // where they lie
-            for (int group = 0; group < order.groups; ++group) {
+            const auto multiplied = [&](bool first_of_patch) {  // a chunk: release what the one before has read
+                if constexpr (Product::ASYNC) {
+                    wgmma_wait<1>();  // the product before has ended
+                    if (last >= 0 && !resident) release(shared.empty + last);
+                    if (PATCH_STAGES > 1 && first_of_patch) release(shared.patch_empty + last_patch);
+                    last = stage.slot;
+                } else if (!resident) {
+                    release(shared.empty + stage.slot);
+                }
+                stage.advance();
+            };
+            for (int group = 0; group < groups; ++group) {
                 barrier_wait(shared.patch_full + patch_stage.slot, patch_stage.phase);
                 if constexpr (Product::ASYNC) shared_fence();  // what cp.async wrote, before the tensor cores read it
                 const u8* const patch = shared.patches + patch_stage.slot * patch_bytes;
-                for (int r = 0; r < g.R; ++r)
-                    for (int s = 0; s < g.S; ++s) {
-                        barrier_wait(shared.full + stage.slot, stage.phase);
-                        Product::multiply_patch(acc, patch, cells, r * g.DH * width + s * g.DW, width,
-                                                shared.weights + stage.slot * (BN * TILE_ROW));
-                        if constexpr (Product::ASYNC) {
-                            wgmma_wait<1>();  // the product before has ended
-                            if (last >= 0 && !resident) release(shared.empty + last);
-                            if (PATCH_STAGES > 1 && group > 0 && r == 0 && s == 0) release(shared.patch_empty + last_patch);
-                            last = stage.slot;
-                        } else if (!resident) {
-                            release(shared.empty + stage.slot);
+                if (!ALONE && (!REST || group < order.groups)) {
+                    for (int r = 0; r < g.R; ++r)
+                        for (int s = 0; s < g.S; ++s) {
+                            barrier_wait(shared.full + stage.slot, stage.phase);
+                            Product::multiply_patch(acc, patch, cells, r * g.DH * width + s * g.DW, width,
+                                                    shared.weights + stage.slot * (BN * TILE_ROW));
+                            multiplied(group > 0 && r == 0 && s == 0);
                         }
-                        stage.advance();
+                } else {
+                    RestSteps steps(g, order.rest, width);
+#pragma unroll 1
+                    for (int left = order.rest * order.taps / 2; left > 0; left -= 4) {
+                        barrier_wait(shared.full + stage.slot, stage.phase);
+                        const u8* const weights = shared.weights + stage.slot * (BN * TILE_ROW);
+                        if (BLOCKS == 1 && left >= 4) {
+                            const PatchStep four[4] = {steps.next(), steps.next(), steps.next(), steps.next()};
+                            Product::multiply_steps(acc, patch, cells, four, width, weights, 0);
+                        } else {  // one by one: with more at once registers would spill where there are few
+#pragma unroll 1
+                            for (int step = 0; step < min(left, 4); ++step) {
+                                const PatchStep one[1] = {steps.next()};
+                                Product::multiply_steps(acc, patch, cells, one, width, weights, step);
+                            }
+                        }
+                        multiplied(group > 0 && left == order.rest * order.taps / 2);
                     }
+                }
                 last_patch = patch_stage.slot;
                 if constexpr (Product::ASYNC && PATCH_STAGES == 1) wgmma_wait<0>();  // the next patch needs this one's place
                 if constexpr (!Product::ASYNC || PATCH_STAGES == 1) release(shared.patch_empty + last_patch);
