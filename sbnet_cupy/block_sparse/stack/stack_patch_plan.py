@@ -133,7 +133,7 @@ def patch_candidates(conv, device):
         room = device.shared_of(blocks)
         # With one patch for all channels, the next tile's comes during the results.
         patch_stages = 1 if _units(conv) <= _UNITS else 2
-        if _units(conv) % _UNITS and blocks > 1 < patch_stages:
+        if _units(conv) % _UNITS and blocks > 1 and (patch_stages > 1 or columns > 64):
             continue  # registers would spill
         plan = PatchPlan(engine, part, patches, columns, warps, 2, patch_stages, blocks)
         stages = 2 + (room - plan.shared_bytes(conv)) // (columns * ROW + 16)
