@@ -66,14 +66,14 @@ def sparsify(
         dtypes, stream, options, and without a ``capacity`` the room for blocks) is captured in a
         CUDA graph, and replayed from then on: with a ``capacity`` the host is free at once. A graph
         repeats what ran on the device, not Python code: ``print`` and counters of a module's
-        ``forward`` do not run again. Parameters, buffers and attributes of modules that change are
-        seen, also in lists, dicts, arrays and objects, and the graph is made anew; numbers and
-        tensors that a module takes from elsewhere are not. A network has no graph if it has hooks,
-        or its modules keep more than 4096 such items or 64 KB of arrays, or what changes where
-        Python does not see it (a generator of random numbers, an iterator); nor has a call under a
-        profiler or with more arguments. Calls under autocast have graphs of their own. One that
-        cannot be captured says so in a RuntimeWarning once. At most eight graphs are kept, which
-        share the memory of their activations.
+        ``forward`` do not run again. Parameters, buffers and attributes of modules and of their
+        classes that change are seen, also in lists, dicts, arrays, objects and closures, and the
+        graph is made anew; numbers and tensors that a module takes from elsewhere are not. A
+        network has no graph if it has hooks, or its modules keep more than 4096 such items or 64 KB
+        of arrays, or what changes where Python does not see it (a generator of random numbers, an
+        iterator); nor has a call under a profiler or with more arguments. Calls under autocast have
+        graphs of their own. One that cannot be captured says so in a RuntimeWarning once. At most
+        eight graphs are kept, which share the memory of their activations.
         On a CPU, in evaluation without gradients and with or without a ``capacity``, the functions
         that a second call alike computes are recorded, and later calls run them with other images
         and masks, without the modules' Python code. What is true of graphs is true of these tapes:
