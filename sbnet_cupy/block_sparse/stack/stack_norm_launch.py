@@ -161,14 +161,11 @@ def prepare_stack_norm_grad(norm, activation):
 def _prepare_moments(norm, groups, images, settled):
     """Return the launch that leaves moments of ranges, so many of each image or of all as one."""
     stem, kernel = "block_sparse/stack/stack_batch_norm", "stack_norm_moments"
-    return _prepare_pass(stem, kernel, norm, (), 4, groups, images, int(settled))
+    return _prepare_pass(stem, kernel, norm, (), 4, groups, images, (images, int(settled)))
 
 
-def _prepare_pass(stem, kernel, norm, template, pointers, groups, images=1, *more):
-    """Return the launch of a kernel that looks at the pixels of a stack.
-
-    ``more`` scalars follow the number of images, without which there is none of both.
-    """
+def _prepare_pass(stem, kernel, norm, template, pointers, groups, images=1, more=()):
+    """Return the launch of a kernel that looks at the pixels of a stack; ``more`` are scalars."""
     return kernels.prepare(
         stem,
         kernel,
@@ -178,7 +175,7 @@ def _prepare_pass(stem, kernel, norm, template, pointers, groups, images=1, *mor
         pointers,
         (
             norm.rows, norm.images, *norm.grid, norm.vectors, *norm.block, *norm.image,
-            int(norm.whole), groups, *((images, *more) if more else ()),
+            int(norm.whole), groups, *more,
         ),
         persistent=True,
         dependent=True,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 ROW = 128  # bytes of a tile's row in shared memory: a chunk of K
 _CELL = 8  # pixels along a side of what tensor cores take at once
 _COPIERS = 128  # threads that copy weights and patches
-_UNIT, _UNITS = 16, 8  # bytes of a unit of channels, and units of a patch
+_STEP = 32  # bytes of what tensor cores take at once
 
 
 class PatchPlan(NamedTuple):
@@ -66,7 +66,7 @@ class PatchPlan(NamedTuple):
         return (
             self.engine, conv.element, *self.part, self.patches, self.columns, *self.warps,
             self.stages, self.patch_stages, conv.vectors_out, conv.activation, self.blocks,
-            _units(conv) % _UNITS > 0,
+            _has_rest(conv),
         )  # fmt: skip
 
     def cost(self, conv, device):
@@ -77,7 +77,7 @@ class PatchPlan(NamedTuple):
         active = min(self.blocks, math.ceil(tiles / device.multiprocessors))
         product = pixels * columns / (32 if self.engine == "TileWgmma" else 16)
         chunk = active * (1.2 * product + 64.3)
-        if _units(conv) % _UNITS and self.blocks > 1:
+        if _has_rest(conv) and self.blocks > 1:
             chunk += _ONE_BY_ONE
         read = self.patch_pixels(conv)
         results = 2770 + 0.0585 * pixels * columns * conv.element_bytes * active
@@ -85,15 +85,19 @@ class PatchPlan(NamedTuple):
         path = rounds * conv.chunks * chunk + results * (1 + (rounds - 1) * 0.713)
         resident = columns >= conv.channels_out and conv.chunks <= self.stages
         loads = min(tiles, device.multiprocessors) + (0 if resident else tiles)
-        moved = tiles * read * _units(conv) * _UNIT + loads * conv.chunks * columns * ROW
+        moved = tiles * read * _pixel_bytes(conv) + loads * conv.chunks * columns * ROW
         brought = moved / (63.9 * device.multiprocessors)
         search = 343 + 5.89 * read
         return 1880 + search + max(path, brought, conv.memory_cycles(False))
 
 
-def _units(conv):
-    """Return how many units of channels a pixel has."""
-    return conv.channels * conv.element_bytes // _UNIT
+def _pixel_bytes(conv):
+    return conv.channels * conv.element_bytes
+
+
+def _has_rest(conv):
+    """Whether there are channels beyond whole chunks."""
+    return _pixel_bytes(conv) % ROW > 0
 
 
 _ONE_BY_ONE = 240  # more cycles of a chunk whose steps of K are begun one by one
@@ -121,8 +125,8 @@ _MMA_TILES = (
 
 
 def patch_candidates(conv, device):
-    """Yield plans that fit the device; none for windows of one pixel, strides, or odd units."""
-    whole = conv.element != "float" and conv.vectors_in and _units(conv) % 2 == 0
+    """Yield plans that fit the device; none for windows of one pixel, strides, or odd vectors."""
+    whole = conv.element != "float" and conv.vectors_in and _pixel_bytes(conv) % _STEP == 0
     whole = whole and conv.group is None
     if not (device.bulk_copy and whole and math.prod(conv.kernel) > 1 and conv.strides == (1, 1)):
         return
@@ -132,8 +136,8 @@ def patch_candidates(conv, device):
             continue
         room = device.shared_of(blocks)
         # With one patch for all channels, the next tile's comes during the results.
-        patch_stages = 1 if _units(conv) <= _UNITS else 2
-        if _units(conv) % _UNITS and blocks > 1 and (patch_stages > 1 or columns > 64):
+        patch_stages = 1 if _pixel_bytes(conv) <= ROW else 2
+        if _has_rest(conv) and blocks > 1 and (patch_stages > 1 or columns > 64):
             continue  # registers would spill
         plan = PatchPlan(engine, part, patches, columns, warps, 2, patch_stages, blocks)
         stages = 2 + (room - plan.shared_bytes(conv)) // (columns * ROW + 16)
