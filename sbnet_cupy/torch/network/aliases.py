@@ -101,7 +101,7 @@ def is_copied(x, func, memory_format):
     ``func`` is one that returns a tensor itself if it has a memory format. Views are taken of
     tensors without memory, that lie as what they are of lies or may lie.
     """
-    shape, in_order, steps = own(x)["_views"] or (own(x)["_shape"], own(x)["_in_order"], ())
+    shape, in_order, steps = _views(x)
     formats = [torch.contiguous_format]
     if not in_order:
         if len(shape) != 4:
@@ -112,6 +112,11 @@ def is_copied(x, func, memory_format):
     except (RuntimeError, NotImplementedError):  # an index that is a tensor, for example
         return None
     return found.pop() if len(found) == 1 else None
+
+
+def _views(x):
+    """Return the shape of what x is a view of, whether its order is known, and the views of it."""
+    return own(x)["_views"] or (own(x)["_shape"], own(x)["_in_order"], ())
 
 
 def _copies(shape, lies, steps, func, memory_format):
@@ -217,7 +222,7 @@ def inherit(out, x, view):
 
 
 def _note_view(out, x, view):
-    shape, in_order, steps = own(x)["_views"] or (own(x)["_shape"], own(x)["_in_order"], ())
+    shape, in_order, steps = _views(x)
     own(out)["_views"] = shape, in_order, (*steps, view)
     return out
 

@@ -37,8 +37,6 @@ _BINARY = """
     __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ __mod__ __floordiv__ __iand__ __ior__
     fill_ zero_
 """
-
-
 _CONVERSIONS = {"to", "type", "float", "double", "half", "bfloat16", "int", "long", "bool"}
 
 

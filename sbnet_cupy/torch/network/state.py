@@ -194,7 +194,7 @@ def _is_given(cls):
 def _own_of_class(cls):
     """Return what a class holds that is data, and may change inside."""
     named = [v for name, v in vars(cls).items() if not name.startswith("__")]
-    return [v for v in named if isinstance(v, type) or (not hasattr(v, "__get__") and _shows(v))]
+    return [v for v in named if isinstance(v, type) or not hasattr(v, "__get__")]
 
 
 def _size(value):
