@@ -4,7 +4,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from support import networks  # noqa: E402  (needs PyTorch)
+from sbnet_cupy.torch.network import tensor as T  # noqa: E402  (needs PyTorch)
+from support import networks  # noqa: E402
 from support.networks import assert_near  # noqa: E402
 
 
@@ -129,6 +130,48 @@ def test_sums_and_leaky_relus_wait(st, asked, inplace, slope):
     # the first sum, what is scaled and shifted, and the last sum
     assert asked.count("affine") == 3 and asked.count("image") == 1
     assert_all_near(results, dense, x, on)
+
+
+class Bounded(torch.nn.Module):
+    """A convolution and what bounds its result."""
+
+    def __init__(self, bound):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.bound = torch.nn.Conv2d(3, 8, 3, padding=1), bound
+
+    def forward(self, x):
+        """Return the result, some of which is above 6."""
+        return self.bound(self.conv(9 * x))
+
+
+BOUNDS = {  # and what they are as an activation
+    "ReLU6": (torch.nn.ReLU6(), "relu6"),
+    "ReLU6 in place": (torch.nn.ReLU6(inplace=True), "relu6"),
+    "hardtanh_": (lambda y: torch.nn.functional.hardtanh_(y, 0, 6.0), "relu6"),
+    "clamp": (lambda y: y.clamp(0, 6), "relu6"),
+    "clamp_ by name": (lambda y: y.clamp_(max=6, min=0), "relu6"),
+    "clip from 0": (lambda y: torch.clip(y, min=0.0), "relu"),
+    "Hardtanh": (torch.nn.Hardtanh(), None),
+    "clamp to 0.1": (lambda y: y.clamp(0, 0.1), None),
+    "clamp by tensors": (lambda y: y.clamp(torch.zeros(()), torch.full((), 0.2)), None),
+}
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+@torch.no_grad()
+def test_bounds_that_are_activations_are_part_of_convolutions(st, asked, bound):
+    (function, activation), seen = BOUNDS[bound], []
+
+    def bounded(y):
+        y = function(y)
+        seen.append(T.plan_of(y) and T.plan_of(y).activation)
+        return y
+
+    dense = Bounded(bounded).eval()
+    x, on, results = called_twice(st, asked, dense)
+    assert seen == [activation] * 2  # it waits with the convolution
+    assert_near(results, networks.oracle(dense, x, on, 16), "float32")
 
 
 @torch.no_grad()

@@ -14,9 +14,9 @@ from .image_values import expanded, plainly
 from .plans import AffinePlan, Plan
 
 _UNARY = """
-    elu hardtanh hardtanh_ selu selu_ celu celu_ rrelu rrelu_ mish softplus
+    elu selu selu_ celu celu_ rrelu rrelu_ mish softplus
     softsign tanhshrink softshrink hardshrink logsigmoid threshold threshold_ elu_
-    clamp clamp_ clip clip_ clamp_min clamp_min_ clamp_max clamp_max_
+    clamp_min clamp_min_ clamp_max clamp_max_
     exp exp_ expm1 log log_ log1p log2 log10 sqrt sqrt_ rsqrt rsqrt_ square square_ abs abs_
     neg neg_ negative sign sin cos tan atan asin acos sinh cosh erf erfc reciprocal reciprocal_
     floor floor_ ceil round trunc frac logit nan_to_num isnan isinf isfinite positive
@@ -211,13 +211,18 @@ def _activation(func, *args, **kwargs):
     if not args:
         return NotImplemented
     x, *args = args
-    plan = T.plan_of(x)
     inplace = kwargs.get("inplace", bool(args and args[0] is True)) or func.__name__.endswith("_")
     plain = not args or args == [inplace]
     plain = plain and kwargs.get("approximate", "none") == "none"
-    name = ACTIVATIONS[func.__name__]
-    if plan is None or not plain or not plan.takes(activation=name):
-        return pointwise(func, x, *args, **kwargs)
+    done = _appended(x, ACTIVATIONS[func.__name__], inplace) if plain else None
+    return pointwise(func, x, *args, **kwargs) if done is None else done
+
+
+def _appended(x, name, inplace):
+    """Put an activation at the end of a convolution that waits, or return None."""
+    plan = T.plan_of(x)
+    if plan is None or not plan.takes(activation=name):
+        return None
     return step(x, plan.then(activation=name), inplace, (ACT[name],))
 
 
@@ -227,6 +232,32 @@ ACT = {
 }  # fmt: skip
 
 handles(*ACTIVATIONS)(_activation)
+
+
+_BOUNDS = {(0, 6): "relu6", (0, None): "relu"}  # least, largest
+
+
+@handles("hardtanh", "hardtanh_")
+def hardtanh(func, input, min_val=-1.0, max_val=1.0, inplace=False):
+    """Put a relu6, which nn.ReLU6 calls by this name, behind a convolution, or run it."""
+    writes = inplace or func.__name__ == "hardtanh_"
+    done = _between(input, min_val, max_val, writes)
+    given = {"inplace": inplace} if func.__name__ == "hardtanh" else {}
+    return pointwise(func, input, min_val, max_val, **given) if done is None else done
+
+
+@handles("clamp", "clamp_", "clip", "clip_")
+def clamp(func, input, min=None, max=None, **rest):
+    """Put bounds that are those of an activation behind a convolution, or run it."""
+    done = None if rest else _between(input, min, max, func.__name__.endswith("_"))
+    return pointwise(func, input, min, max, **rest) if done is None else done
+
+
+def _between(x, least, largest, inplace):
+    """Put an activation with such bounds behind a convolution that waits, or return None."""
+    are_numbers = all(b is None or type(b) in (int, float) for b in (least, largest))
+    name = _BOUNDS.get((least, largest)) if are_numbers else None
+    return None if name is None else _appended(x, name, inplace)
 
 
 @handles("leaky_relu", "leaky_relu_")
