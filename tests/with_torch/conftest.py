@@ -303,7 +303,9 @@ def asked(torch, st, monkeypatch):
 
         return launch, True
 
-    def prepare_concat(rows, block, channels, itemsize, unfolded, factors, pitches, alignment):
+    def prepare_concat(
+        rows, block, channels, itemsize, unfolded, enlarged, factors, pitches, alignment
+    ):
         def launch(*given):
             names.append("stack_concat")
             *inputs, counts, out = given
@@ -315,6 +317,8 @@ def asked(torch, st, monkeypatch):
                     m, h, w, _ = x.shape
                     x = x.view(m, h, w, fh, fw, -1).permute(0, 1, 3, 2, 4, 5)
                     x = x.reshape(m, *block, -1)
+                elif k in enlarged:
+                    x = x.repeat_interleave(fh, 1).repeat_interleave(fw, 2)
                 parts.append(x)
             assert tuple(p.shape[3] for p in parts) == channels and len(inputs[0]) == rows
             out[: int(counts)] = torch.cat(parts, 3)[: int(counts)]

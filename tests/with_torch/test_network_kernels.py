@@ -72,7 +72,7 @@ POOLS = {
         "stack_interpolate",
         lambda x: resize(x, scale_factor=2, mode="bilinear", align_corners=True),
     ),
-    "nearest 3": ("stack_interpolate", lambda x: resize(x, scale_factor=3)),
+    "nearest 3": ("stack_concat", lambda x: resize(x, scale_factor=3)),  # whole pixels
     "bilinear to a size": (
         "stack_interpolate",
         lambda x: resize(pool(x, 2, ceil_mode=True), size=x.shape[2:], mode="bilinear"),
@@ -145,6 +145,70 @@ def test_transposed_convolutions(st, asked, name, after):
     assert_near(result, expected, "float32")
     assert asked.count("stack_concat") == (2 if after == "sum" else 1)
     assert not {"halo zero", "halo nearest"} & set(asked)
+
+
+class Enlarged(torch.nn.Module):
+    """Pixels that are repeated, and what may be made of them."""
+
+    def __init__(self, how):
+        super().__init__()
+        torch.manual_seed(0)
+        self.how, self.grow = how, torch.nn.ConvTranspose2d(8, 8, 2, 2)
+        self.before, self.low = (torch.nn.Conv2d(c, 8, 3, padding=1) for c in (4, 8))
+        self.after = torch.nn.Conv2d(8, 4, 3, padding=1)
+
+    def forward(self, x):
+        """Return what may be made of them."""
+        x = self.before(x)
+        y = torch.relu(self.low(pool(x, 2, ceil_mode=True)))
+        to = {"size": x.shape[2:]} if self.how == "to a size" else {"scale_factor": 2}
+        large = resize(y, **to)
+        if self.how == "written":
+            y.mul_(2)  # what was repeated is what it was
+        if self.how == "in place":
+            large.neg_()
+        if self.how == "alone":
+            return self.after(large)
+        if self.how == "several":
+            return torch.cat([large, self.grow(y), resize(y, scale_factor=2), x], 1)
+        if self.how == "two factors":
+            small = resize(pool(y, 2), scale_factor=4, mode="nearest-exact")
+            return torch.cat([x, small, large], 1)
+        joined = torch.cat([large, x], 1)
+        return joined * torch.cat([x, large], 1) if self.how == "twice" else joined
+
+
+@pytest.mark.parametrize(
+    ("how", "joins"),
+    [
+        ("usual", 1), ("to a size", 1), ("written", 2), ("in place", 2), ("alone", 1),
+        ("several", 1), ("two factors", 2), ("twice", 2),
+    ],
+)  # fmt: skip
+@torch.no_grad()
+def test_pixels_are_repeated_where_channels_are_joined(st, asked, how, joins):
+    """By the kernel that joins, which reads them as they were."""
+    dense, x = Enlarged(how).eval(), torch.randn(2, 4, 48, 64)
+    on, mask = networks.blocks((2, 48, 64), 16, 0.5, seed=3)
+    sparse = st.sparsify(dense, 16)
+    sparse.break_even = 2.0
+    expected = networks.oracle(dense, x, on, 16)
+    asked.clear()
+    assert_near(sparse(x, mask), expected, "float32")
+    assert asked.count("stack_concat") == joins and "stack_interpolate" not in asked
+
+
+@pytest.mark.parametrize("how", ["usual", "several", "twice"])
+def test_repeated_pixels_pass_gradients(st, asked, how):
+    dense, x = Enlarged(how), torch.randn(2, 4, 48, 64)
+    on, mask = networks.blocks((2, 48, 64), 16, 0.5, seed=3)
+    sparse = st.sparsify(dense, 16)
+    sparse.break_even = 2.0
+    own, given = (x.clone().requires_grad_() for _ in range(2))
+    result, expected = sparse(own, mask), networks.oracle(dense, given, on, 16)
+    (result * result).sum().backward()
+    (expected * expected).sum().backward()
+    assert_near(own.grad, given.grad, "float32")
 
 
 class Pooled(torch.nn.Module):

@@ -2,8 +2,10 @@
 //   y[m, i, j, first_k + c] = x_k[m, i, j, c]
 // or, where x_k is unfolded, its channels become pixels:
 //   y[m, i, j, first_k + c] = x_k[m, i / FH, j / FW, (i % FH * FW + j % FW) * C_k + c]
-// first_k counts the channels ahead of stack k. A pixel of x_k lies pitch_k behind the one before, which may have other channels
-// too; of one that is unfolded all are taken. Rows of y past the count are not written, or become 0.
+// or, where x_k is enlarged, each of its pixels becomes FH x FW:
+//   y[m, i, j, first_k + c] = x_k[m, i / FH, j / FW, c]
+// first_k counts the channels ahead of stack k. A pixel of x_k lies pitch_k behind the one before, which may have other
+// channels too; of one that is unfolded all are taken. Rows of y past the count are not written, or become 0.
 // Source: the sub-pixel convolution of Shi et al. 2016, arXiv:1609.05158, whose channels are ordered by pixel here.
 // Python: sbnet_cupy/block_sparse/stack/stack_concat.py
 // Launch: persistent grid of 256 threads; a thread has AT_ONCE vectors of y under way.
@@ -18,7 +20,7 @@ __global__ void __launch_bounds__(256)
                  V* __restrict__ y,                   // [M, ph, pw, width]
                  i64 M, i64 ph, i64 pw, i64 width0, i64 width1, i64 width2, i64 width3, i64 width4, i64 width5, i64 width6,
                  i64 width7, i64 pitch0, i64 pitch1, i64 pitch2, i64 pitch3, i64 pitch4, i64 pitch5, i64 pitch6, i64 pitch7,
-                 i64 unfolded, i64 FH, i64 FW, i64 clear_rows) {
+                 i64 unfolded, i64 enlarged, i64 FH, i64 FW, i64 clear_rows) {
     constexpr int AT_ONCE = 4, STEP = 256 * AT_ONCE;
     const auto narrow = [](i64 value) { return static_cast<int>(value); };
     const V* const inputs[] = {x0, x1, x2, x3, x4, x5, x6, x7};
@@ -50,11 +52,13 @@ __global__ void __launch_bounds__(256)
                 if (v >= end) x = inputs[k], input = k, first = end, its = narrow(widths[k]), pitch = pitches[k];
                 end += narrow(widths[k]);
             }
-            if (unfolded >> input & 1) {
+            const bool unfolds = unfolded >> input & 1;
+            if (unfolds || enlarged >> input & 1) {
                 const int number = in0 + step, ahead = size.of(number), in_block = number - ahead * pixels;
                 const int i = line.of(in_block), j = in_block - i * BW, p = down.of(i), q = across.of(j);
                 const i64 from = (row0 + ahead) * coarse_pixels + p * coarse_width + q;
-                values[a] = x[(from * (fh * fw) + (i - p * fh) * fw + j - q * fw) * its + v - first];
+                const i64 place = unfolds ? (from * (fh * fw) + (i - p * fh) * fw + j - q * fw) * its : from * pitch;
+                values[a] = x[place + v - first];
             } else {
                 values[a] = x[(pixel0 + step) * pitch + v - first];
             }

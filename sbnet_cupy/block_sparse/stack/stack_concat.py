@@ -1,12 +1,13 @@
 """Stacks, or channels of them, side by side in the channels of one, by a CUDA kernel.
 
-The pixels of some may be unfolded.
+Some may be unfolded or enlarged.
 
 ``y[m, i, j, first_k + c] = x_k[m, i, j, c]`` with ``first_k`` the channels ahead of stack k; or, of
 an unfolded stack, ``x_k[m, i // f_h, j // f_w, (i % f_h * f_w + j % f_w) * C_k + c]``, whose
-channels become pixels. Kernel: cuda_src/block_sparse/stack/stack_concat.cu
+channels become pixels; or, of an enlarged one, the nearest: ``x_k[m, i // f_h, j // f_w, c]``.
+Kernel: cuda_src/block_sparse/stack/stack_concat.cu
 
-    run = prepare_stack_concat(rows, block, channels, itemsize, unfolded, factors, pitches)
+    run = prepare_stack_concat(rows, block, channels, itemsize, unfolded, enlarged, factors)
     run(*inputs, bin_counts, out)                     a stack each
 """
 
@@ -20,8 +21,8 @@ _LARGEST = 1 << 15  # pixels of a block, and vectors of a pixel, so that divisio
 
 
 def prepare_stack_concat(
-    rows, block, channels, itemsize, unfolded=(), factors=(1, 1), pitches=None, alignment=16,
-    clear_rows=True,
+    rows, block, channels, itemsize, unfolded=(), enlarged=(), factors=(1, 1), pitches=None,
+    alignment=16, clear_rows=True,
 ):  # fmt: skip
     """Return the launch that joins stacks, or None where there is none for such sizes.
 
@@ -37,6 +38,8 @@ def prepare_stack_concat(
         Bytes of an element.
     unfolded : sequence of int
         Which stacks have ``factors[0] * factors[1]`` times as many channels, ordered by pixel.
+    enlarged : sequence of int
+        Of which other stacks each pixel becomes ``factors[0]`` by ``factors[1]``.
     factors : (int, int)
         How many times larger than theirs the blocks of the result are.
     pitches : sequence of int, optional
@@ -59,7 +62,8 @@ def prepare_stack_concat(
         kernels.THREADS,
         MOST_INPUTS + 2,
         (
-            rows, *block, *vectors, *empty, *steps, *empty, sum(1 << k for k in unfolded), *factors,
+            rows, *block, *vectors, *empty, *steps, *empty,
+            *(sum(1 << k for k in which) for which in (unfolded, enlarged)), *factors,
             int(clear_rows),
         ),
         persistent=True,

@@ -13,7 +13,7 @@ from . import cuda
 _PLANS = {}  # (device, what, sizes) -> what launches a kernel, or None
 
 
-def concat(stacks, table, unfolded=(), factors=(1, 1)):
+def concat(stacks, table, unfolded=(), enlarged=(), factors=(1, 1)):
     """Join stacks along channels by one kernel, or return None.
 
     Parameters
@@ -23,8 +23,10 @@ def concat(stacks, table, unfolded=(), factors=(1, 1)):
     unfolded : sequence of int
         Which stacks are ``[M, f * f * C_k, b / f, b / f]``: their channels, ordered by pixel,
         become pixels.
+    enlarged : sequence of int
+        Which stacks are ``[M, C_k, b / f, b / f]``: each pixel becomes ``f`` by ``f``.
     factors : (int, int)
-        By how much their blocks grow.
+        By how much the blocks of both grow.
     """
     dtype, device = stacks[0].dtype, stacks[0].device
     if any(s.dtype != dtype or not cuda.serves(s) for s in stacks):
@@ -37,12 +39,13 @@ def concat(stacks, table, unfolded=(), factors=(1, 1)):
     ]
     grown = [area if k in unfolded else 1 for k in range(len(inputs))]
     channels = tuple(x.shape[3] // a for x, a in zip(inputs, grown, strict=True))
-    sizes = [factors if k in unfolded else (1, 1) for k in range(len(inputs))]
+    growing = (*unfolded, *enlarged)
+    sizes = [factors if k in growing else (1, 1) for k in range(len(inputs))]
     block = tuple(n * f for n, f in zip(inputs[0].shape[1:3], sizes[0], strict=True))
     pitches = tuple(pitch or c for pitch, c in zip(pitches, channels, strict=True))
     aligned = math.gcd(16, *(x.data_ptr() for x in inputs))
-    facts = (inputs[0].shape[0], block, channels, dtype.itemsize, tuple(unfolded), factors)
-    facts += pitches, aligned
+    facts = (inputs[0].shape[0], block, channels, dtype.itemsize, tuple(unfolded), tuple(enlarged))
+    facts += factors, pitches, aligned
     out = torch.empty(facts[0], *block, sum(channels), dtype=dtype, device=device)
     launch = cuda.prepared(_PLANS, ("concat", facts), out, _prepare_concat, *facts)
     if launch is None:
@@ -60,12 +63,10 @@ def whole_pixels(x, table):
     return x if y is None else y
 
 
-def _prepare_concat(rows, block, channels, itemsize, unfolded, factors, pitches, alignment):
+def _prepare_concat(*facts):
     from ...block_sparse.stack.stack_concat import prepare_stack_concat
 
-    return prepare_stack_concat(
-        rows, block, channels, itemsize, unfolded, factors, pitches, alignment, clear_rows=False
-    )
+    return prepare_stack_concat(*facts, clear_rows=False)
 
 
 class Growth:

@@ -3,13 +3,13 @@
 import torch
 from torch.nn import functional as F
 
-from . import casts, cuda, cuda_pool, ops
+from . import casts, cuda, cuda_pool, cuda_resize, ops
 from . import tensor as T
 from .ends import rest_of, with_rest
 from .handlers import handles
 from .layout import channels_last
 from .neighbours import pixels_at
-from .plans import wider
+from .plans import Plan, wider
 from .windows import is_image, two
 
 
@@ -44,9 +44,14 @@ def interpolate(
     def make(dtype):
         return _resized(value.to(dtype), table, *sizes, *options)
 
-    if dtype != value.dtype and table.weights is not None and cuda.serves(value):
-        shape, places = T.shape(input), {"block": to, "size": new, "reach": reach}
-        return wider(input, make, shape, value.dtype, (), rest, **places)
+    if table.weights is not None and cuda.serves(value):
+        factors, row = _whole_factors(*sizes), table.trace and table.trace.row
+        if dtype != value.dtype:
+            shape, places = T.shape(input), {"block": to, "size": new, "reach": reach}
+            return wider(input, make, shape, value.dtype, (), rest, **places)
+        if factors is not None and mode != "bilinear":
+            plan = EnlargedPlan(value, T.facts(input), factors, rest, row)
+            return T.postpone(table, plan, to, new, reach)
     return with_rest(T.StackTensor(make(dtype), table, to, new, (2, 3), reach), rest)
 
 
@@ -57,27 +62,59 @@ def _resized(value, table, block, old, to, new, scales, mode, align_corners):
     taken = cuda_pool.interpolate(value, table, block, old, to, how, steps)
     if taken is not None:
         return taken
-    factors = tuple(t / b for t, b in zip(to, block, strict=True))
-    exact = all(n == o * f and f >= 1 for n, o, f in zip(new, old, factors, strict=True))
-    exact = exact and all(f.is_integer() for f in factors) and scales_are(scales, factors)
-    if exact and mode != "bilinear":
-        return table.compute(_larger, value, factors, mode)
-    if exact and not align_corners:
+    factors = _whole_factors(block, old, to, new, scales)
+    if factors is not None and mode != "bilinear":
+        return table.compute(_larger, value, factors)
+    if factors is not None and not align_corners:
         return table.compute(_between, value, table, block, old, factors)
     call = value, table, block, old, to, new, scales, mode, align_corners
     return table.compute(_anywhere, *call)
 
 
-def _larger(value, factors, mode):
-    value = F.interpolate(value, scale_factor=factors, mode=mode)
+def _whole_factors(block, old, to, new, scales):
+    """Return how many times larger images and blocks become, whole numbers, or None."""
+    factors = tuple(t // b for t, b in zip(to, block, strict=True))
+    sizes = zip((*old, *block), factors * 2, (*new, *to), strict=True)
+    exact = min(factors) >= 1 and all(o * f == n for o, f, n in sizes)
+    return factors if exact and scales_are(scales, factors) else None
+
+
+def _larger(value, factors):
+    value = F.interpolate(value, scale_factor=tuple(map(float, factors)))
     return channels_last(value)
+
+
+class EnlargedPlan(Plan):
+    """Pixels that are repeated, ``factors`` times down and across, where kernels run.
+
+    A kernel that joins the channels of stacks reads them as they were.
+    """
+
+    rest = kernel = options = None
+    norm, activation = "none", "none"  # nothing can be added behind it
+
+    def __init__(self, source, facts, factors, rest=None, row=None):
+        self.source, self.facts, self.factors, self.rest = source, facts, factors, rest
+        self.dtype, self.shape, self.row = source.dtype, (0, source.shape[1], 0, 0), row
+        self.residual = self.done = None
+
+    def run(self):
+        """Compute."""
+        trace = self.facts[0].trace
+        return self._run() if trace is None else trace.timed(self.row, self._run)
+
+    def _run(self):
+        table = self.facts[0]
+        y = cuda_resize.concat([self.source], table, enlarged=(0,), factors=self.factors)
+        return table.compute(_larger, self.source, self.factors) if y is None else y
 
 
 def _between(value, table, block, size, factors):
     """Interpolate bilinearly by whole factors."""
     wide = ops.halo(value, table, block, size, (1, 1, 1, 1), mode="replicate")
-    wide = F.interpolate(wide, scale_factor=factors, mode="bilinear", align_corners=False)
-    down, across = map(int, factors)
+    scale = tuple(map(float, factors))
+    wide = F.interpolate(wide, scale_factor=scale, mode="bilinear", align_corners=False)
+    down, across = factors
     wide = wide[:, :, down:-down, across:-across]
     return channels_last(wide)
 

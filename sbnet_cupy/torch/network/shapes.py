@@ -13,6 +13,7 @@ from .norms import own_dims
 from .piles import Pile
 from .plans import MatrixPlan, TransposedPlan, wider
 from .pointwise import conform
+from .resample import EnlargedPlan
 from .windows import is_image, two
 
 
@@ -90,24 +91,27 @@ def _joined_as(tensors, like, dtype):
 
 
 def _join(tensors, like, to=None):
-    """Join the channels of images by a kernel, or return None; channels that wait are unfolded.
+    """Join the channels of images by a kernel, or return None.
 
-    They are converted as autocast does to a dtype, or not, None.
+    They are converted as autocast does to a dtype, or not, None. What waits for its channels to be
+    unfolded, or its pixels to be repeated, is read as it is.
     """
     table = T.facts(like)[0]
     if table.whole or not _lie_alike(tensors):
         return None
-    stacks, unfolded, stride = [], [], (1, 1)
+    stacks, unfolded, enlarged, factors = [], [], [], None
     for t in tensors:
-        plan, product = T.plan_of(t), None
-        if isinstance(plan, TransposedPlan) and (not unfolded or plan.growth.stride == stride):
-            product = plan.product()
-        if product is not None:
-            unfolded.append(len(stacks))
-            stride = plan.growth.stride
-        stacks.append(T.value_as(t, to) if product is None else product)
-    joined = cuda_resize.concat(stacks, table, tuple(unfolded), stride)
-    if joined is None and unfolded:
+        plan, taken = T.plan_of(t), None
+        if isinstance(plan, TransposedPlan) and factors in (None, plan.growth.stride):
+            taken, these, by = plan.product(), unfolded, plan.growth.stride
+        elif isinstance(plan, EnlargedPlan) and factors in (None, plan.factors):
+            taken, these, by = casts.cast(plan.source, to), enlarged, plan.factors
+        if taken is not None:
+            these.append(len(stacks))
+            factors = by
+        stacks.append(T.value_as(t, to) if taken is None else taken)
+    joined = cuda_resize.concat(stacks, table, unfolded, enlarged, factors or (1, 1))
+    if joined is None and factors:
         joined = torch.cat([T.value_as(t, to) for t in tensors], 1)
     return joined
 

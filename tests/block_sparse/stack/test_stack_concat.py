@@ -9,10 +9,11 @@ from support.assertions import assert_same, to_numpy
 from support.exhaustive import thinned_product
 
 JOINED = [
-    # channels, which are unfolded, factors
-    ((8, 16), (0,), (2, 2)), ((16,), (0,), (2, 3)), ((3, 1, 4), (), (1, 1)),
-    ((8, 8, 24, 8), (1, 3), (1, 2)), ((8, 16, 8, 8, 32, 8, 8, 8), (2,), (2, 1)),
-    ((4, 2, 6, 2, 2), (), (1, 1)),
+    # channels, which are unfolded, which enlarged, factors
+    ((8, 16), (0,), (), (2, 2)), ((16,), (0,), (), (2, 3)), ((3, 1, 4), (), (), (1, 1)),
+    ((8, 8, 24, 8), (1, 3), (0,), (1, 2)), ((8, 16, 8, 8, 32, 8, 8, 8), (2,), (), (2, 1)),
+    ((4, 2, 6, 2, 2), (), (), (1, 1)), ((16, 8), (), (0,), (2, 2)), ((16,), (), (0,), (4, 2)),
+    ((3, 5, 1), (), (2, 0), (2, 3)), ((8, 24, 8), (2,), (0, 1), (2, 1)),
 ]  # fmt: skip
 
 
@@ -21,7 +22,10 @@ CASES = thinned_product(5, JOINED, ["f2", "f4", "f8"], [False, True], [False, Tr
 
 @pytest.mark.parametrize("joined, dtype, parts, clear_rows", CASES, ids=str)
 def test_concatenation(monkeypatch, require, joined, dtype, parts, clear_rows):
-    """Channels side by side, and those of unfolded stacks as pixels; rows past the count apart."""
+    """Channels side by side, those of unfolded stacks as pixels, pixels of enlarged ones repeated.
+
+    Rows past the count are apart.
+    """
     require("g++")
     stack_on_host.use_shim(monkeypatch, stack_on_host.AMPERE)
     check(np, joined, dtype, parts, clear_rows)
@@ -35,13 +39,15 @@ def test_on_a_gpu(require, joined, dtype, parts, clear_rows):
 
 def check(xp, joined, dtype, parts, clear_rows):
     """Join stacks; of ``parts`` each is some channels of another, but where it is unfolded."""
-    channels, unfolded, factors = joined
+    channels, unfolded, enlarged, factors = joined
     dtype = np.dtype(dtype)
     rng, rows, count, block = np.random.default_rng(0), 7, 5, (4, 6)
     inputs, pitches, expected = [], [], []
     for k, c in enumerate(channels):
         fh, fw = factors if k in unfolded else (1, 1)
-        x = rng.standard_normal((rows, block[0] // fh, block[1] // fw, fh, fw, c)).astype(dtype)
+        small = factors if k in (*unfolded, *enlarged) else (1, 1)
+        here = tuple(n // f for n, f in zip(block, small, strict=True))
+        x = rng.standard_normal((rows, *here, fh, fw, c)).astype(dtype)
         x_k = x.reshape(*x.shape[:3], fh * fw * c)
         before, after = (8, 16) if parts and k not in unfolded else (0, 0)
         whole = np.full((*x_k.shape[:3], before + x_k.shape[3] + after), np.nan, dtype)
@@ -49,12 +55,15 @@ def check(xp, joined, dtype, parts, clear_rows):
         whole[..., own] = x_k
         inputs.append(xp.asarray(whole).reshape(-1)[before:])  # from its first channel on
         pitches.append(whole.shape[3] if k not in unfolded else c)
+        if k in enlarged:
+            x = np.broadcast_to(x, (rows, *here, *factors, c))
         expected.append(x.transpose(0, 1, 3, 2, 4, 5).reshape(rows, *block, c))
     expected = np.concatenate(expected, axis=3)
     expected[count:] = 0 if clear_rows else 7
     run = stack_concat.prepare_stack_concat(
-        rows, block, channels, dtype.itemsize, unfolded, factors, pitches, clear_rows=clear_rows
-    )
+        rows, block, channels, dtype.itemsize, unfolded, enlarged, factors, pitches,
+        clear_rows=clear_rows,
+    )  # fmt: skip
     out = xp.full(expected.shape, 7, dtype)
     run(*inputs, xp.asarray(np.array([count], np.int32)), out)
     assert_same(to_numpy(out), expected)
