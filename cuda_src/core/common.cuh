@@ -194,6 +194,7 @@ struct Same<A, A> {
 
 template <typename T>
 __host__ __device__ constexpr T ceil_div(T a, T b) { return (a + b - 1) / b; }
+__host__ __device__ constexpr int min_of(int a, int b) { return a < b ? a : b; }
 
 // a / b for a >= 0 and 0 < b < 2^31. Numbers under 2^32 use the fast 32-bit division; others are
 // divided bit by bit, in place: the compiler's 64-bit division is a function call, which spills.

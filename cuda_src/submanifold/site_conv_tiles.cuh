@@ -71,8 +71,6 @@ struct Team {
     int number, count;
 };
 
-__host__ __device__ constexpr int min_of(int a, int b) { return a < b ? a : b; }
-
 // Threads that stream weights: a warp, of four that leave registers to those that multiply by wgmma. The other three copy rows.
 template <class Product, int STAGES, int BUFFERS, int BLOCKS, bool ROUND>
 struct Streamers {

@@ -32,6 +32,13 @@ CASES = [
     # Patches of 4 units of channels, and of a chunk and 2 more.
     ConvCase(blocks=Blocks(image=(40, 33), block=(16, 8)), channels=32, channels_out=40),
     ConvCase("BFloat16", Blocks(image=(40, 33), block=(8, 16)), 80, 64, (5, 3), dilation=(1, 2)),
+    # Few output channels, in half of a panel: in patches of one and of several blocks.
+    ConvCase(blocks=Blocks(image=(40, 45), block=(16, 16)), channels=32, channels_out=24),
+    ConvCase(
+        "BFloat16", Blocks(image=(40, 33), block=(8, 8)), 64, 3, (5, 3), dilation=(5, 9),
+        residual=False,
+    ),
+    ConvCase(blocks=Blocks(image=(200, 200), block=(16, 8)), channels=80, channels_out=32),
     # Tiles of several rounds, on the GPUs of today: those of the last one are cut.
     ConvCase(blocks=Blocks(image=(200, 200)), channels=64, channels_out=136, dilation=(2, 2)),
 ]
@@ -55,7 +62,8 @@ def test_plans_are_exact(case, require):
     conv = case.sizes(rows)
     plans = [p for p in candidates(conv, device) if is_chosen(p) and p.blocks in (1, p.teams)]
     if not case.shortcut:
-        plans += list(patch_candidates(conv, device))[:2]
+        patches = list(patch_candidates(conv, device))
+        plans += patches[:2] + [p for p in patches if p.columns == 32]
     assert plans  # each is compared by case.run
     for settled, plan in ((s, p) for p in plans for s in (False, True)):
 

@@ -106,6 +106,18 @@ PATCHES = [
         ConvCase("BFloat16", Blocks(image=(30, 20), block=(16, 16)), 96, 64),
         PatchPlan("TileMma", (8, 16), 1, 64, (4, 2), 5, 2, 1),
     ),
+    # few output channels: half of a panel of weights; and a patch that reaches across whole blocks
+    (
+        ConvCase(blocks=Blocks(image=(30, 20), block=(16, 16)), channels=32, channels_out=24),
+        PatchPlan("TileMma", (8, 16), 1, 32, (4, 1), 3, 1, 2),
+    ),
+    (
+        ConvCase(
+            "BFloat16", Blocks(image=(40, 33), block=(8, 8)), 64, 3, (5, 3), dilation=(5, 9),
+            residual=False,
+        ),
+        PatchPlan("TileMma", (8, 8), 1, 32, (4, 1), 2, 1, 2),
+    ),
 ]  # fmt: skip
 DEPTHWISE = [
     ConvCase(depthwise=True, channels_out=16),
@@ -166,6 +178,8 @@ WGMMA_PATCHES = [
     (PATCHES[5][0], PatchPlan("TileWgmma", (8, 8), 1, 64, (1, 1), 4, 1, 1)),
     (PATCHES[6][0], PatchPlan("TileWgmma", (16, 16), 1, 128, (2, 1), 2, 2, 1)),
     (PATCHES[7][0], PatchPlan("TileWgmma", (8, 16), 1, 64, (1, 1), 9, 2, 1)),
+    (PATCHES[8][0], PatchPlan("TileWgmma", (16, 16), 1, 32, (2, 1), 5, 1, 2)),
+    (PATCHES[9][0], PatchPlan("TileWgmma", (8, 8), 1, 32, (1, 1), 3, 1, 3)),
 ]
 
 
@@ -571,6 +585,12 @@ def test_patches_fit_the_device(device):
     conv = ConvCase(blocks=Blocks(block=(16, 16)), channels=64, kernel=(3, 5)).sizes(1000)
     plans = list(patch_candidates(conv, device))
     assert bool(plans) == device.bulk_copy
+    few = list(patch_candidates(conv._replace(channels_out=20), device))
+    assert any(one.columns == 32 for one in few) == device.bulk_copy
+    more = patch_candidates(conv._replace(channels_out=40), device)
+    assert not any(one.columns == 32 for one in more)
+    reaching = conv._replace(block_out=(8, 8), block=(8, 8), kernel=(5, 5), dilation=(18, 18))
+    assert not list(patch_candidates(reaching, device))  # across more blocks than are found
     for one in plans:
         assert one.shared_bytes(conv) <= device.shared_bytes
         assert one.threads <= 1024

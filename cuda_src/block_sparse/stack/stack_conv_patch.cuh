@@ -8,6 +8,7 @@
 // of the patch. Tensor cores take 8 x 8 output pixels, a cell, as a matrix of 64 rows.
 // With REST there are channels beyond whole 128 bytes, an even number of units of 16 bytes: a last patch has them, and each
 // step of K, of 32 bytes, a tap of its own, so that several share a chunk, in the order of stack_conv.cuh.
+// Tiles of less than 64 channels take the first columns of a panel of weights: those of 32 are for results of so few.
 // Launch: a persistent grid. Threads that multiply, a warp that copies weights, and three warps that copy patches.
 #pragma once
 
@@ -44,8 +45,8 @@ struct PatchRows {
     int tile;
     bool whole;
     DEVICE typename All::Part at(int row) const {
-        const int cell = row % All::PIXELS / 64, in_cell = row % 64;
-        typename All::Part p = parts.part(tile * PATCHES + row / All::PIXELS);
+        const int cell = row % All::PIXELS / 64, in_cell = row % 64, patch = PATCHES > 1 ? row / All::PIXELS : 0;
+        typename All::Part p = parts.part(tile * PATCHES + patch);
         p.i += cell / All::ACROSS * CELL + in_cell / CELL, p.j += cell % All::ACROSS * CELL + in_cell % CELL;
         return p;
     }
@@ -58,6 +59,41 @@ struct PatchRows {
         const auto p = at(row);
         const BlockTable::Block block = table.block(p.row);
         return block.n >= 0 && block.hi * parts.g.ph + p.i < parts.g.P && block.wi * parts.g.pw + p.j < parts.g.Q;
+    }
+};
+
+// The blocks of x that a patch of height x width pixels may reach into, found once for all its pixels.
+DEVICE int near_blocks(int pixels, int block) { return (pixels + block - 2) / block + 1; }
+struct NearBlocks {
+    const Problem& g;
+    Divisor high, wide;  // a block
+    int across, count;   // blocks side by side; all
+    DEVICE NearBlocks(const Problem& g, int height, int width)
+        : g(g), high(g.bh), wide(g.bw), across(near_blocks(width, g.bw)), count(near_blocks(height, g.bh) * across) {}
+
+    struct alignas(16) Block {
+        int begin;   // its first pixel in the stack, or -1
+        int y, x;    // where that lies in the patch: outside of it, too
+        u32 limits;  // the rows and columns of the patch from here on, 16 bits each, lie outside the image
+    };
+    // Block `number` of a patch whose first pixel lies at (y, x) from the corner of a row's block.
+    DEVICE Block find(const BlockTable& table, int row, int y, int x, int number) const {
+        const BlockTable::Block block = table.block(row);
+        const int i = number / across, j = number - i * across;
+        const int above = g.top > 0 ? ceil_div(g.top, g.bh) : 0, beside = g.left > 0 ? ceil_div(g.left, g.bw) : 0;
+        const int v = high.of(y + above * g.bh) - above + i, h = wide.of(x + beside * g.bw) - beside + j;
+        const int hi = block.hi + v, wi = block.wi + h, found = table.row(block.n, hi, wi);
+        const int at_y = v * g.bh - y, at_x = h * g.bw - x;
+        const u32 rows = static_cast<u32>(min(max(g.H - hi * g.bh + at_y, 0), 0xffff));
+        const u32 columns = static_cast<u32>(min(max(g.W - wi * g.bw + at_x, 0), 0xffff));
+        return Block{found < 0 ? -1 : found * (g.bh * g.bw), at_y, at_x, rows << 16 | columns};
+    }
+    // The pixel of the stack x at (i, j) of a patch with such blocks, or -1.
+    DEVICE int pixel(const Block* blocks, int i, int j) const {
+        const int v = high.of(i - blocks[0].y), h = wide.of(j - blocks[0].x);
+        const Block block = blocks[v * across + h];
+        const bool inside = static_cast<u32>(i) < block.limits >> 16 && static_cast<u32>(j) < (block.limits & 0xffff);
+        return inside && block.begin >= 0 ? block.begin + (i - block.y) * g.bw + j - block.x : -1;
     }
 };
 
@@ -83,7 +119,7 @@ struct PatchMemory {
     u8 *weights, *patches;
     float* tables;  // [2][2][BN]: scale and bias
     u64 *full, *empty, *patch_full, *patch_empty, *table_full, *table_empty, *copiers;
-    int* offsets;  // of a patch's pixels, or -1
+    int* offsets;  // of a patch's pixels, or -1; then the blocks that patches reach into
     DEVICE PatchMemory(u8* unaligned, int patch_bytes) {
         weights = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
         patches = weights + STAGES * BN * TILE_ROW;
@@ -91,7 +127,10 @@ struct PatchMemory {
         full = reinterpret_cast<u64*>(tables + 4 * BN), empty = full + STAGES;
         patch_full = empty + STAGES, patch_empty = patch_full + PATCH_STAGES;
         table_full = patch_empty + PATCH_STAGES, table_empty = table_full + 2, copiers = table_empty + 2;
-        offsets = reinterpret_cast<int*>(copiers + 1);
+        offsets = reinterpret_cast<int*>(copiers + 2);  // a multiple of 16 bytes
+    }
+    DEVICE NearBlocks::Block* near(int pixels) const {
+        return reinterpret_cast<NearBlocks::Block*>(offsets + ceil_div(pixels, 4) * 4);
     }
 };
 
@@ -103,7 +142,8 @@ __global__ void __launch_bounds__(Engine<T, TH * TW * PATCHES, BN, WM, WN>::THRE
     using Product = Engine<T, BM, BN, WM, WN>;
     using All = Parts<TH, TW, PATCHES>;
     constexpr int MULTIPLIERS = Product::THREADS, MT = Product::MT, NT = Product::NT, LANES = 16 / sizeof(T);
-    constexpr int PANELS = BN / PANEL;
+    constexpr int PANELS = ceil_div(BN, PANEL), COLUMNS = min_of(BN, PANEL);  // of each panel
+    constexpr bool FOUR_STEPS = BLOCKS == 1 || BN < PANEL;  // begun together: else registers would spill where there are few
     constexpr bool ALONE = REST && PATCH_STAGES == 1;  // what is left of the channels is all
     constexpr bool SHIFTED = Product::ASYNC && MULTIPLIERS == 256 && BLOCKS == 1;  // registers, to those that multiply
     static_assert(TH % CELL == 0 && TW % CELL == 0, "cells of 8 x 8 pixels");
@@ -148,18 +188,18 @@ __global__ void __launch_bounds__(Engine<T, TH * TW * PATCHES, BN, WM, WN>::THRE
             int issued = 0;
             for (int tile = first; tile < tiles; tile += step) {
                 const int k0 = tile % across * BN, here = min(PANELS, panels - k0 / PANEL);
-                const u8* weights = packed + tables_bytes(g.K) + k0 / PANEL * panel_step;
+                const u8* weights = packed + tables_bytes(g.K) + k0 / PANEL * panel_step + k0 % PANEL * TILE_ROW;
                 const int count = resident && tile != first ? 0 : order.chunks;
                 for (int i = 0; i < count; ++i) {
                     u64* const full = shared.full + stage.slot;
                     barrier_wait(shared.empty + stage.slot, stage.phase ^ 1);
                     if (elected()) {
-                        barrier_expect(full, here * PANEL_CHUNK);
+                        barrier_expect(full, here * (COLUMNS * TILE_ROW));
 #pragma unroll
                         for (int j = 0; j < PANELS; ++j)
                             if (j < here)
                                 bulk_copy(shared.weights + stage.slot * (BN * TILE_ROW) + j * PANEL_CHUNK,
-                                          weights + j * panel_step, PANEL_CHUNK, full);
+                                          weights + j * panel_step, COLUMNS * TILE_ROW, full);
                     }
                     weights += PANEL_CHUNK;
                     stage.advance();
@@ -169,40 +209,35 @@ __global__ void __launch_bounds__(Engine<T, TH * TW * PATCHES, BN, WM, WN>::THRE
                 float* const to = shared.tables + its_tables.slot * (2 * BN);
                 barrier_wait(shared.table_empty + its_tables.slot, its_tables.phase ^ 1);
                 if (elected()) {
-                    barrier_expect(full, 2 * here * (PANEL * 4));
-                    bulk_copy(to, packed + k0 * 4, here * (PANEL * 4), full);
-                    bulk_copy(to + BN, packed + (panels * PANEL + k0) * 4, here * (PANEL * 4), full);
+                    barrier_expect(full, 2 * here * (COLUMNS * 4));
+                    bulk_copy(to, packed + k0 * 4, here * (COLUMNS * 4), full);
+                    bulk_copy(to + BN, packed + (panels * PANEL + k0) * 4, here * (COLUMNS * 4), full);
                 }
                 its_tables.advance();
             }
             wait();
         } else {
-            constexpr int ITEMS = BLOCKS > 1 ? 2 : 4;  // searches under way
+            constexpr int ITEMS = BLOCKS > 1 ? 2 : 4;  // copies under way
             const int thread = threadIdx.x - MULTIPLIERS, units = units_of_pixel<T, true>(g);
-            const Finder finder(table, g);
             const Divisor part_pixels(height * width), pixels_across(width);
             Meeting all(shared.copiers);
             Stage<PATCH_STAGES> stage;
             for (int tile = first; tile < tiles; tile += step) {
-                const int tile_m = tile / across;
-                if (tile != first) all.sync();  // the last tile's offsets are read
-                for (int q0 = thread; q0 < patch_pixels; q0 += ITEMS * PATCH_COPIERS) {
-                    BlockTable::Block block[ITEMS];
-                    int y[ITEMS], x_at[ITEMS], found[ITEMS];
-    #pragma unroll
-                    for (int e = 0; e < ITEMS; ++e) {
-                        const int q = min(q0 + e * PATCH_COPIERS, patch_pixels - 1), patch = part_pixels.of(q);
-                        const int rest = q - patch * (height * width), i = pixels_across.of(rest);
-                        const typename All::Part part = parts.part(tile_m * PATCHES + patch);
-                        block[e] = table.block(part.row);
-                        y[e] = part.i + i - g.top, x_at[e] = part.j + rest - i * width - g.left;
-                    }
-    #pragma unroll
-                    for (int e = 0; e < ITEMS; ++e) found[e] = finder.at(block[e], y[e], x_at[e]);
-    #pragma unroll
-                    for (int e = 0; e < ITEMS; ++e)
-                        if (q0 + e * PATCH_COPIERS < patch_pixels)
-                            shared.offsets[q0 + e * PATCH_COPIERS] = found[e] < 0 ? -1 : found[e] * units;
+                const NearBlocks near(g, recomputed(height), recomputed(width));  // again: registers are few
+                NearBlocks::Block* const blocks = shared.near(recomputed(patch_pixels));
+                if (thread < PATCHES * near.count) {  // one block each
+                    const int patch = thread / near.count;
+                    const typename All::Part part = parts.part(tile / across * PATCHES + patch);
+                    const int number = thread - patch * near.count;
+                    blocks[thread] = near.find(table, part.row, part.i - g.top, part.j - g.left, number);
+                }
+                all.sync();  // and the last tile's offsets are read
+#pragma unroll 1
+                for (int q = thread; q < patch_pixels; q += PATCH_COPIERS) {
+                    const int patch = PATCHES > 1 ? part_pixels.of(q) : 0, in_patch = q - patch * (height * width);
+                    const int i = pixels_across.of(in_patch);
+                    const int pixel = near.pixel(blocks + patch * near.count, i, in_patch - i * width);
+                    shared.offsets[q] = pixel < 0 ? -1 : pixel * units;
                 }
                 all.sync();
                 wait();
@@ -226,7 +261,7 @@ __global__ void __launch_bounds__(Engine<T, TH * TW * PATCHES, BN, WM, WN>::THRE
                     stage.advance();
                 }
                 if (residual) {  // it is read at the end
-                    const PatchRows<TH, TW, PATCHES> its{parts, table, tile_m, true};
+                    const PatchRows<TH, TW, PATCHES> its{parts, table, tile / across, true};
                     const Result<T, PatchRows<TH, TW, PATCHES>> result{residual, y, nullptr, nullptr, its, tile % across * BN, g.K};
                     result.template prefetch<BM, BN>(thread, PATCH_COPIERS);
                 }
@@ -285,10 +320,10 @@ __global__ void __launch_bounds__(Engine<T, TH * TW * PATCHES, BN, WM, WN>::THRE
                     for (int left = order.rest * order.taps / 2; left > 0; left -= 4) {
                         barrier_wait(shared.full + stage.slot, stage.phase);
                         const u8* const weights = shared.weights + stage.slot * (BN * TILE_ROW);
-                        if (BLOCKS == 1 && left >= 4) {
+                        if (FOUR_STEPS && left >= 4) {
                             const PatchStep four[4] = {steps.next(), steps.next(), steps.next(), steps.next()};
                             Product::multiply_steps(acc, patch, cells, four, width, weights, 0);
-                        } else {  // one by one: with more at once registers would spill where there are few
+                        } else {
 #pragma unroll 1
                             for (int step = 0; step < min(left, 4); ++step) {
                                 const PatchStep one[1] = {steps.next()};

@@ -4,8 +4,12 @@ import math
 from typing import NamedTuple
 
 ROW = 128  # bytes of a tile's row in shared memory: a chunk of K
+_PANEL = 64  # output channels whose weights lie together
 _CELL = 8  # pixels along a side of what tensor cores take at once
 _COPIERS = 128  # threads that copy weights and patches
+_SLOW = 2, 3, 7  # activations that take registers: silu, gelu, sigmoid
+_SMALL = 128  # pixels of a tile, of which more thread blocks fit
+_MOST_NEAR = 96  # blocks that patches may reach into, which a thread each finds
 _STEP = 32  # bytes of what tensor cores take at once
 
 
@@ -40,13 +44,29 @@ class PatchPlan(NamedTuple):
         sides = zip(self.part, conv.kernel, conv.dilation, strict=True)
         return self.patches * math.prod(p + (k - 1) * d for p, k, d in sides)
 
+    def is_unfit(self, conv):
+        """Whether registers would spill, or other tiles are better whatever the estimate."""
+        pixels, columns = self.tile
+        crowded, several = self.blocks > 1, self.patch_stages > 1
+        if columns < _PANEL:
+            spills = crowded and conv.activation in _SLOW and (self.patches > 1 or pixels == _SMALL)
+            large = pixels > _SMALL
+            return spills or conv.channels_out > columns or (large and crowded == several)
+        return _has_rest(conv) and crowded and (several or columns > _PANEL)
+
+    def near_blocks(self, conv):
+        """Blocks of x that the patches of a tile may reach into."""
+        sides = zip(self.part, conv.kernel, conv.dilation, conv.block, strict=True)
+        return self.patches * math.prod((p + (k - 1) * d + b - 2) // b + 1 for p, k, d, b in sides)
+
     def shared_bytes(self, conv):
         """Dynamic shared memory of a thread block; the sums of stack_conv_patch.cuh."""
         pixels = self.patch_pixels(conv)
         patch = -(-pixels * ROW // 1024) * 1024
-        barriers = 8 * (2 * self.stages + 2 * self.patch_stages + 5)
+        barriers = 8 * (2 * self.stages + 2 * self.patch_stages + 6)
         ring = self.stages * self.columns * ROW + self.patch_stages * patch
-        return 1024 + ring + 16 * self.columns + barriers + 4 * pixels
+        found = -(-pixels // 4) + self.near_blocks(conv)
+        return 1024 + ring + barriers + 16 * (self.columns + found)
 
     def launched_bytes(self, conv, device):
         """Dynamic shared memory of a launch."""
@@ -115,12 +135,20 @@ _WGMMA_TILES = (
     ((8, 8), 1, 64, (1, 1), 2),
     ((8, 8), 1, 64, (1, 1), 3),
     ((8, 8), 1, 128, (1, 1), 2),
+    ((16, 16), 1, 32, (2, 1), 1),
+    ((16, 16), 1, 32, (2, 1), 2),
+    ((8, 8), 4, 32, (2, 1), 1),
+    ((8, 8), 4, 32, (2, 1), 2),
+    ((8, 16), 1, 32, (1, 1), 3),
+    ((8, 8), 1, 32, (1, 1), 3),
 )
 _MMA_TILES = (
     ((8, 16), 1, 64, (4, 2), 1),
     ((8, 16), 1, 128, (4, 2), 1),
     ((8, 8), 1, 64, (2, 2), 2),
     ((8, 8), 2, 64, (4, 2), 1),
+    ((8, 16), 1, 32, (4, 1), 2),
+    ((8, 8), 1, 32, (4, 1), 2),
 )
 
 
@@ -137,9 +165,9 @@ def patch_candidates(conv, device):
         room = device.shared_of(blocks)
         # With one patch for all channels, the next tile's comes during the results.
         patch_stages = 1 if _pixel_bytes(conv) <= ROW else 2
-        if _has_rest(conv) and blocks > 1 and (patch_stages > 1 or columns > 64):
-            continue  # registers would spill
         plan = PatchPlan(engine, part, patches, columns, warps, 2, patch_stages, blocks)
+        if plan.is_unfit(conv) or plan.near_blocks(conv) > _MOST_NEAR:
+            continue
         stages = 2 + (room - plan.shared_bytes(conv)) // (columns * ROW + 16)
         if stages >= 2:
             yield plan._replace(stages=min(stages, conv.chunks, _MOST_STAGES))
