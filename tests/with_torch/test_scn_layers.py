@@ -275,6 +275,32 @@ def test_sites_of_one_spatial_size_by_different_windows(torch, scn):
         assert torch.equal(dense(back), dense(other))
 
 
+@pytest.mark.parametrize("size, stride", [(SIZE, 1), ((1, 1), 2)])
+def test_windows_of_one_cell_keep_the_sites(torch, scn, device, size, stride):
+    coords, features = points(torch, device, size=size, batch=9)
+    x = scn.InputLayer(2, size, 0)([coords, features, 9])
+    inner = scn.Convolution(2, 3, 3, 1, stride, False), scn.FullConvolution(2, 3, 3, 1, stride, 0)
+    outer = scn.Deconvolution(2, 3, 3, 1, stride, False), scn.UnPooling(2, 1, stride)
+    pools = scn.MaxPooling(2, 1, stride, capacity=1), scn.AveragePooling(2, 1, stride)
+    random = scn.RandomizedStrideMaxPooling(2, 1, stride)  # random where the stride is at least 2
+    for layer in (*inner, *outer, *pools, *[random] * (stride > 1)):
+        layer = layer.to(device).double()
+        y, expected = layer(x), x.features
+        if hasattr(layer, "weight"):
+            expected = expected @ layer.weight[0, 0]
+        elif layer in (*pools[:1], random):
+            expected = expected.relu()
+        close(torch, y.features, expected)
+        assert y.coordinates is x.coordinates and y.spatial_size.tolist() == list(size)
+        close(torch, scn.AddTable()([x, y]).features, x.features + expected)
+        assert x.metadata.coordinates(size) is x.coordinates
+        assert y.metadata.coordinates(size) is x.coordinates
+        if y.metadata is x.metadata:
+            close(torch, scn.OutputLayer(2)(y), expected)
+    back = scn.UnPooling(2, 1, stride)(pools[1](x))
+    close(torch, back.features, x.features)
+
+
 def test_dropout_scales_in_evaluation(torch, scn, device):
     x = made(torch, scn, device)
     x = x.replace(torch.ones_like(x.features))

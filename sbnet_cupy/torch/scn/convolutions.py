@@ -185,6 +185,9 @@ class _NewSites(_Strided):
 class Convolution(_NewSites):
     """A convolution with a stride: every site whose window meets one of the input.
 
+    Where windows are of one cell and keep the spatial size, the sites are those of the input. So
+    they are for all layers with windows.
+
     Parameters
     ----------
     dimension, nIn, nOut, filter_size, bias, groups
@@ -246,10 +249,13 @@ class FullConvolution(_NewSites, _Back):
     def forward(self, input, norm=None):
         """Convolve a SparseConvNetTensor; ``norm`` is a batch norm in evaluation after it."""
         check_input(input, self.dimension)
-        kernel, stride = self._window
-        how = {"stride": stride, "transposed": True, "capacity": self.capacity}
-        made = kernel_map(input.coordinates, kernel, **how)
-        larger = enlarged(size_key(input.spatial_size), kernel, stride)
+        (kernel, stride), size = self._window, size_key(input.spatial_size)
+        larger = enlarged(size, kernel, stride)
+        if larger == size:  # windows of one cell
+            made = same_map(input.coordinates, kernel)
+        else:
+            how = {"stride": stride, "transposed": True, "capacity": self.capacity}
+            made = kernel_map(input.coordinates, kernel, **how)
         metadata = Metadata(self.dimension, [input.metadata])
         metadata.grids[larger] = made.target
         features = self._convolve(input, made, norm)

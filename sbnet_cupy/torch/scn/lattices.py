@@ -107,12 +107,12 @@ class RandomWindows:
 
     def _random(self, input):
         size, window = size_key(input.spatial_size), self._window
-        key = (size, *window)
-        if input.metadata.known(key, source=input.coordinates) is None:
+        key, smaller = (size, *window), fitted(size, *window)
+        if smaller != size and input.metadata.known(key, source=input.coordinates) is None:
             made = random_window(
                 input.coordinates, size, *window, self.capacity, self.generator
             )
-            input.metadata.keep(key, made, fitted(*key))
+            input.metadata.keep(key, made, smaller)
 
     def forward(self, input):
         """Compute on a SparseConvNetTensor."""

@@ -10,6 +10,7 @@ from ...submanifold.coordinate_map import CoordinateMap
 from ...submanifold.kernel_map import KernelMap
 from ...submanifold.sparse_tensor import SparseTensor
 from ..submanifold import kernel_map
+from ..submanifold.maps import same_map
 from ..submanifold.operations import transposed_rows
 
 
@@ -186,12 +187,15 @@ class Metadata:
     def window(self, source, spatial_size, kernel, stride, capacity=None):
         """Return the map of a convolution or pooling; it fits the spatial size exactly.
 
-        The layer that makes it says the ``capacity`` of its sites.
+        The layer that makes it says the ``capacity`` of its sites. Windows that keep the spatial
+        size have one cell, and keep the sites.
         """
         key = size_key(spatial_size), kernel, stride
+        smaller = fitted(*key)
+        if smaller == key[0]:
+            return same_map(source, kernel)
         made = self.known(key, source=source)
         if made is None:
-            smaller = fitted(*key)
             made = kernel_map(source, kernel, stride=stride, capacity=capacity)
             self.keep(key, made, smaller)
         return made
@@ -213,7 +217,10 @@ class Metadata:
 
     def window_back(self, coarse, spatial_size, kernel, stride):
         """Return the map back to the sites that a convolution or pooling read, and their size."""
-        larger = enlarged(size_key(spatial_size), kernel, stride)
+        size = size_key(spatial_size)
+        larger = enlarged(size, kernel, stride)
+        if larger == size:
+            return same_map(coarse, kernel), larger
         made = self.known((larger, kernel, stride), target=coarse)
         if made is None:
             raise ValueError(
