@@ -275,6 +275,32 @@ def test_sites_of_one_spatial_size_by_different_windows(torch, scn):
         assert torch.equal(dense(back), dense(other))
 
 
+def test_a_size_of_several_lists_of_sites_tells_none(torch, scn):
+    x = scn.InputLayer(2, 8)([torch.tensor([[7, 7], [0, 0]]), torch.ones(2, 1)])
+    first = scn.MaxPooling(2, 2, 2)(x)
+
+    def rebuilt():
+        return scn.SparseConvNetTensor(first.features, x.metadata, first.spatial_size)
+
+    assert rebuilt().coordinates is first.coordinates
+    assert scn.MaxPooling(2, 2, 2)(x).coordinates is first.coordinates
+    second = scn.MaxPooling(2, 5, 1)(x)
+    for unknown in (lambda: rebuilt().coordinates, lambda: x.get_spatial_locations([4, 4])):
+        with pytest.raises(ValueError, match=r"one list of sites, got \(4, 4\), .* x.replace"):
+            unknown()
+    assert first.replace(first.features).get_spatial_locations().tolist() == [[0, 0, 0], [3, 3, 0]]
+    assert len(second.get_spatial_locations()) == 2 and len(x.get_spatial_locations()) == 2
+    assert first.metadata.check() is x.metadata
+
+
+def test_sites_that_moved_are_made_again(torch, scn, device):
+    x = scn.InputLayer(2, 8)([torch.tensor([[7, 7], [0, 0]]), torch.ones(2, 1)])
+    before = scn.MaxPooling(2, 2, 2)(x)
+    again = scn.MaxPooling(2, 2, 2)(x.to(device))
+    assert before.to(device).coordinates.indices.equal(again.coordinates.indices)
+    assert x.metadata.coordinates((4, 4)).indices.equal(again.coordinates.indices)
+
+
 @pytest.mark.parametrize("size, stride", [(SIZE, 1), ((1, 1), 2)])
 def test_windows_of_one_cell_keep_the_sites(torch, scn, device, size, stride):
     coords, features = points(torch, device, size=size, batch=9)

@@ -135,8 +135,10 @@ def size_key(size):
 class Metadata:
     """The sites at each spatial size, and the maps between them.
 
-    As in SparseConvNet, each spatial size occurs once: layers of the same size share their sites,
-    and a :class:`Deconvolution` finds those that a :class:`Convolution` read by their size.
+    As in SparseConvNet, layers of the same spatial size share their sites, and a
+    :class:`Deconvolution` finds those that a :class:`Convolution` read by their size. Where unlike
+    layers made several lists of sites of one size, the tensor that a layer returned and what is
+    made of it by :meth:`SparseConvNetTensor.replace` keep their own; the size alone tells none.
 
     Layers whose sites are no longer those of the Metadata ``before`` begin another one.
     """
@@ -146,6 +148,8 @@ class Metadata:
         # Copies, which keep no maps: only check() reads them.
         self.before = [copy.copy(sites) for metadata in before for sites in metadata.lists()]
         self.grids = {}  # spatial size -> CoordinateMap
+        self.origins = {}  # spatial size -> key of the windows that made its sites
+        self.unlike = set()  # spatial sizes of which there are several lists
         self.windows = {}  # (spatial size, kernel, stride) -> list of KernelMap
         self.input_size = None  # of an input layer: its spatial size
         self.inverse = None  # and the site of each of its rows
@@ -157,6 +161,12 @@ class Metadata:
             raise ShapeError(
                 f"spatial_size must be one that the tensor went through, got {size}; there are "
                 f"{sorted(self.grids)}"
+            )
+        if size in self.unlike:
+            raise ValueError(
+                f"spatial_size must be one of which there is one list of sites, got {size}, of "
+                "which layers with unlike windows or inputs made several; take tensors as layers "
+                "return them, on their device, and x.replace(features) for others at their sites"
             )
         if device is not None and self.grids[size].indices.device != device:
             self._move(device)
@@ -213,6 +223,10 @@ class Metadata:
     def keep(self, key, made, smaller):
         """Keep a map, and its target as the sites of the smaller spatial size."""
         self.windows.setdefault(key, []).append(made)
+        if smaller not in self.grids:
+            self.origins[smaller] = key
+        if self.origins.get(smaller) != key or key[0] in self.unlike:
+            self.unlike.add(smaller)
         self.grids[smaller] = made.target
 
     def window_back(self, coarse, spatial_size, kernel, stride):
