@@ -155,6 +155,16 @@ def test_input_batch(torch, scn):
         assert len(layer(empty).features) == 0
 
 
+def test_an_input_batch_keeps_no_view_of_a_buffer(torch, scn):
+    batch, place, vector = scn.InputBatch(2, 8), torch.zeros(2).long(), torch.zeros(1)
+    batch.add_sample()
+    for n in range(3):
+        place[:], vector[:] = n, n + 1
+        batch.set_location(place, vector)
+    assert batch.features.ravel().tolist() == [1, 2, 3]
+    assert batch.get_spatial_locations().tolist() == [[0, 0, 0], [1, 1, 0], [2, 2, 0]]
+
+
 def some(torch, scn, seed, size=(5, 4), batch=2):
     rng = np.random.default_rng(seed)
     rows = np.argwhere(rng.random((*size, batch)) < 0.5)

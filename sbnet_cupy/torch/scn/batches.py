@@ -92,7 +92,7 @@ class InputBatch(SparseConvNetTensor):
         if len(rows):
             self._samples = max(self._samples, int(rows[:, 0].max()) + 1)
         self._rows.append(rows)
-        self._vectors.append(vectors.detach().cpu())
+        self._vectors.append(vectors.detach().to("cpu", copy=True))
         self._overwrite.append(torch.full((len(locations),), bool(overwrite), device="cpu"))
         self._made = None
 
