@@ -190,9 +190,13 @@ class CoordinateMap(KeepingContainer):
     def clear(self):
         """Free what is kept for these sites: their sorted keys, and their kernel maps.
 
-        After it nothing is known of the convolutions that read them, which ``inverse_conv`` and
-        ``sparse_unpool`` undo.
+        After it nothing is known of the convolutions that read or made them, which
+        ``inverse_conv`` and ``sparse_unpool`` undo. Maps onto them are found anew.
         """
+        for name in ("native", "twin"):  # the same sites as arrays of another library
+            same = self._kept.get(name)
+            if isinstance(same, CoordinateMap):
+                keep_sources_only(same._kept)
         keep_sources_only(self._kept)
 
     def select(self, mask, *, capacity=None):

@@ -22,6 +22,7 @@ from .feature_rows import reads
 from .keeping_container import CAPTURE, KeepingContainer, kept_now, mark_capture
 from .new_sites import coarse_sites, fine_sites, kernels_find
 from .site_arguments import check_capacity, check_int32
+from .sources import times_cleared
 from .sparse_tensor import sites_of
 from .transposed_rows import TRANSPOSED_ROWS
 from .window import Window, read_offsets, read_window
@@ -206,7 +207,7 @@ def kernel_map(
         options = (*sizes, transposed, output_padding, capacity)
         spelled = _spelled(options, onto)
         kept = coordinates._kept.get(spelled)
-        if kept is not None:
+        if kept is not None and kept.is_current():
             return kept.of(coordinates)
         if not is_plain(options):  # arrays are spelled as their bytes, which others have, too
             spelled = None
@@ -238,8 +239,17 @@ def kernel_map(
     def find():
         return coordinates._keep(key, new)
 
+    _drop_stale(coordinates._kept)
     kept = find() if spelled is None else coordinates._keep(spelled, find)
     return kept.of(coordinates)
+
+
+def _drop_stale(kept):
+    """Drop maps to sites that were cleared since."""
+    for key, value in list(kept.items()):  # another thread may add some meanwhile
+        made = value[1] if isinstance(key, tuple) and key[0] == CAPTURE else value
+        if isinstance(made, KeptMap) and not made.is_current():
+            kept.pop(key, None)
 
 
 def _spelled(options, onto):
@@ -290,7 +300,8 @@ def _found(coordinates, kernel_size, target):
     for key, kept in kept_now(coordinates._kept, coordinates.indices).items():
         if isinstance(key, tuple) and isinstance(key[0], Window) and not key[1]:
             made = kept.of(coordinates)
-            if made.target is target and kernel_size in (None, made.kernel_size):
+            fits = made.target is target and kernel_size in (None, made.kernel_size)
+            if fits and kept.is_current():
                 found.setdefault(key[0], made)
     if len(found) > 1:
         raise ValueError(
@@ -322,13 +333,19 @@ class KeptMap(NamedTuple):
     target: CoordinateMap | None  # None for the source
     kernel_size: tuple[int, ...]
     kept: dict  # that of all KernelMaps made of it
+    times_cleared: int  # of the target, when the map was made
 
     @classmethod
     def for_source(cls, made):
         """Return what the source of a new map keeps of it."""
         mark_capture(made._kept, capture_of(made.rows))
         target = None if made.target is made.source else made.target
-        return cls(made.rows, target, made.kernel_size, made._kept)
+        times = 0 if target is None else times_cleared(target._kept)
+        return cls(made.rows, target, made.kernel_size, made._kept, times)
+
+    def is_current(self):
+        """Whether the target was not cleared since; the source drops its maps when it is."""
+        return self.target is None or times_cleared(self.target._kept) == self.times_cleared
 
     def of(self, source):
         """Return the map."""

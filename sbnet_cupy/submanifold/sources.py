@@ -3,6 +3,7 @@
 from ..errors import CapacityError
 
 _SOURCES = "sources"  # under which sites keep (count, capacity) of each list before them
+_CLEARED = "cleared"  # and how often they were cleared
 
 
 def note_source(made, source):
@@ -25,11 +26,17 @@ def has_sources(coordinates):
 
 
 def keep_sources_only(kept):
-    """Drop all else that sites keep."""
-    sources = kept.get(_SOURCES)
+    """Drop all else that sites keep, and make maps to them that other sites keep stale."""
+    sources, times = kept.get(_SOURCES), times_cleared(kept)
     kept.clear()
+    kept[_CLEARED] = times + 1
     if sources is not None:
         kept[_SOURCES] = sources
+
+
+def times_cleared(kept):
+    """Return how often all else was dropped: maps to the sites that are older are stale."""
+    return kept.get(_CLEARED, 0)
 
 
 def check_sources(coordinates, is_left_out):

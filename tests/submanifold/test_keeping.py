@@ -103,6 +103,36 @@ def test_sites_that_were_changed_in_place_and_cleared_are_found_anew():
     np.testing.assert_array_equal(sb.kernel_map(sites, 3, onto=sites).rows, expected)
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_maps_onto_sites_that_were_cleared_are_found_anew(library):
+    """Also those that other sites keep, and those that made the sites."""
+    module, array = sb, np.array
+    if library == "torch":
+        array = pytest.importorskip("torch").tensor
+        module = pytest.importorskip("sbnet_cupy.torch")
+    x, _ = module.coordinate_map(array([[0, 0], [0, 6]]), spatial_shape=8)
+    y, _ = module.coordinate_map(array([[0, 0], [0, 2]]), spatial_shape=4)
+
+    def read():
+        return module.kernel_map(x, 2, stride=2, onto=y).rows.tolist()
+
+    assert read() == [[0, -1], [-1, -1]]
+    kept = len(x._kept)
+    for _ in range(3):
+        y.indices[:] = array([[0, 3], [0, 0]])
+        y.clear()
+        assert read() == [[1, 0], [-1, -1]]
+    assert len(x._kept) == kept  # stale ones are not
+    pooled = module.sparse_max_pool(sb.SparseTensor(array([[1.0], [2.0]]), x), 2)
+    assert module.sparse_unpool(pooled, onto=x).features.all()
+    pooled.indices[:] = 1
+    pooled.coordinates.clear()
+    with pytest.raises(ValueError, match="there was none"):
+        module.sparse_unpool(pooled, onto=x)
+    again = module.sparse_max_pool(sb.SparseTensor(array([[1.0], [2.0]]), x), 2)
+    assert again.indices.tolist() == [[0, 0], [0, 3]]
+
+
 def test_equal_options_of_another_type_are_not_the_same_call():
     sites, _ = sb.coordinate_map(np.array([[0, 1, 1], [0, 1, 2]]), spatial_shape=(4, 4))
     sb.kernel_map(sites, 3, dilation=1, onto=sites)
