@@ -110,6 +110,8 @@ def put_rows(features, made, runs, mode):
     """Return the features of the sites ``made``, of the rows that belong to each."""
     (place, site, first), rows, width = runs, made.capacity, features.shape[1]
     out = jnp.zeros((rows, width), features.dtype)
+    if not rows:  # of a scatter into no rows JAX cannot compute the gradient
+        return SparseTensor(out, made)
     listed, last = features[place], jnp.append(site[1:] != site[:-1], True)[: len(site)]
     if mode not in ("sum", "mean"):
         chosen = last if mode == "last" else first

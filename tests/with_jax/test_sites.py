@@ -62,6 +62,21 @@ def test_sites_and_their_features(sbj, place, jax, mode, order):
             later.check()
 
 
+@pytest.mark.parametrize("mode", ["unique", "last", "sum", "mean"])
+def test_gradients_without_room_for_sites_are_0(sbj, place, jax, mode):
+    rows, features = place.make(listed(1)), place.make(normal(len(listed(1)), 2))
+
+    def loss(features):
+        grid = {"spatial_shape": SHAPE, "batch_size": BATCH, "mode": mode}
+        x = sbj.sparse_tensor(features, rows, **grid, capacity=0)
+        assert x.features.shape == (0, 2)
+        return x.features.sum()
+
+    for gradient in (jax.grad(loss), jax.jit(jax.grad(loss))):
+        found = to_numpy(gradient(features))
+        assert found.shape == features.shape and not found.any()
+
+
 def test_what_does_not_belong_is_flagged(sbj, place):
     rows = np.array([[0, 1], [0, 5], [0, 1], [0, 9]], np.int32)
     make = functools.partial(sbj.coordinate_map, spatial_shape=8, batch_size=1)
