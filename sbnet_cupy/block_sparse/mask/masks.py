@@ -123,7 +123,7 @@ def threshold(picture, level):
         Bool, integer or float. A pixel is active when any of its channels exceeds the level; NaN
         does not.
     level : float
-        Active pixels are strictly greater.
+        Active pixels are strictly greater. The level is not rounded to the element type.
 
     Returns
     -------
@@ -258,14 +258,33 @@ def downsample(mask, factor):
 
 def _exceeds(picture, level):
     """Return ``picture > level`` in any channel, as [N, H, W] for any number of axes."""
-    level = float(number(level, "level"))
+    number(level, "level")
+    level = int(level) if is_integer(level) else float(level)
     if picture.dtype.itemsize == 2 and is_float(picture.dtype):
-        picture = picture.astype(np.float32)  # exact, and float32 holds levels that half cannot
-    with np.errstate(over="ignore"):  # a level beyond float32 becomes infinite: right too
-        mask = picture > level
+        picture = picture.astype(np.float32)  # exact
+    mask = picture > _rounded_down(level, picture.dtype)
     if mask.ndim > 2:
         mask = mask.any(axis=-1)
     return mask if mask.ndim == 3 else mask[None]
+
+
+def _rounded_down(level, dtype):
+    """Return a number that the same values of a dtype exceed as the level, and that it holds.
+
+    Comparisons round a Python number to float32 or, with integers, both to float64.
+    """
+    if dtype.kind in "iu":
+        least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
+        if level < least:
+            return float("-inf")
+        return most if level >= most else math.floor(level)
+    if not is_float(dtype):
+        return float(level)
+    with np.errstate(over="ignore"):
+        rounded = dtype.type(level)
+    if float(rounded) > level:
+        rounded = np.nextafter(rounded, dtype.type(-np.inf))
+    return float(rounded)
 
 
 def _distance(a, b):
