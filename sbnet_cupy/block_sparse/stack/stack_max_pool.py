@@ -33,8 +33,9 @@ def stack_max_pool(
     window that are in the image, for all ``(p, q)`` of active blocks. Pixels in no active block are
     0 and count; those outside the image do not. NaN is larger than all. The result is the stack of
     the stage ``table.after_conv(kernel, strides, padding, dilation, ceil_mode=ceil_mode)``; a
-    window without a pixel of the image, which an image's pixel has only where the padding is as
-    wide as the window, gives 0.
+    window without a pixel of the image gives 0, where PyTorch's dense layer gives -inf. A pixel of
+    the result has one only where the padding is as wide as the window, or the whole height or
+    width of the image lies between the taps of a dilated window.
 
     Parameters
     ----------

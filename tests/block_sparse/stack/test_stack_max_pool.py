@@ -52,6 +52,15 @@ def test_a_full_mask_is_pytorch(torch, kernel, stride, padding, size, ceil_mode)
     assert_same(y, dense.permute(0, 2, 3, 1).contiguous().numpy())
 
 
+def test_a_window_without_a_pixel_of_the_image_gives_0(xp, body):
+    """Here the image lies between the two taps of each window."""
+    x = -np.ones((1, 4, 1, 1), np.float32)
+    table = sb.block_table(xp.asarray(np.ones((1, 4, 1), bool)), (2, 1))
+    stack, options = sb.stack_from_image(xp.asarray(x), table), {"padding": (0, 1), "strides": 1}
+    y = sb.stack_max_pool(stack, table, kernel=(1, 2), dilation=(1, 2), **options)
+    assert y.shape == stack.shape and not to_numpy(y).any()
+
+
 def test_nan_wins(xp):
     """In the image only, and only in the windows that read it."""
     x = np.zeros((1, 4, 4, 1), np.float32)
