@@ -7,7 +7,7 @@ alone is not always best (cuda_src/README.md).
 import math
 from typing import NamedTuple
 
-from .stack_patch_plan import ROW
+from .stack_patch_plan import ROW, SLOW
 
 
 class _Rates(NamedTuple):
@@ -33,8 +33,6 @@ _NARROW = {64: 24.5, 128: 45}
 _CLUSTERED = {2: 128, 3: 120, 4: 120, 8: 112}
 # Cycles in which so many thread blocks add up their sums.
 _EXCHANGES = {2: 1870, 3: 1690, 4: 300, 8: 240}
-# Cycles of slow activations for a number and group of warps: more warps share them.
-SLOW = {2: 0.4, 3: 0.88, 7: 0.4}
 # How much longer chunks take with so few stages, and with two teams that copy.
 _FEW_STAGES = {2: 1.5, 3: 1.13}
 _TWO_TEAMS = 0.957

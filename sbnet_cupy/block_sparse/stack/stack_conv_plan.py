@@ -8,8 +8,8 @@ import functools
 import math
 from typing import NamedTuple
 
-from .stack_conv_cost import SLOW, launch_cost
-from .stack_patch_plan import ROW, patch_candidates
+from .stack_conv_cost import launch_cost
+from .stack_patch_plan import ROW, SLOW, patch_candidates
 
 PANEL = 64  # output channels that are packed together
 BOX_ROWS = 64  # pixels that the copy engine brings at once, at most
