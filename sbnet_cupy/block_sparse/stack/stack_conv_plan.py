@@ -9,9 +9,8 @@ import math
 from typing import NamedTuple
 
 from .stack_conv_cost import launch_cost
-from .stack_patch_plan import ROW, SLOW, patch_candidates
+from .stack_patch_plan import PANEL, ROW, SLOW, patch_candidates
 
-PANEL = 64  # output channels that are packed together
 BOX_ROWS = 64  # pixels that the copy engine brings at once, at most
 _FOUND = 4  # tiles whose pixels of the result may be found ahead, where blocks are looked up
 _UNITS = 8  # of 16 bytes, in a chunk

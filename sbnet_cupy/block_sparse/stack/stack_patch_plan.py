@@ -4,7 +4,7 @@ import math
 from typing import NamedTuple
 
 ROW = 128  # bytes of a tile's row in shared memory: a chunk of K
-_PANEL = 64  # output channels whose weights lie together
+PANEL = 64  # output channels that are packed together
 _CELL = 8  # pixels along a side of what tensor cores take at once
 _COPIERS = 128  # threads that copy weights and patches
 # Slow activations, which take registers: cycles for a number and group of warps, which share them.
@@ -49,11 +49,11 @@ class PatchPlan(NamedTuple):
         """Whether registers would spill, or other tiles are better whatever the estimate."""
         pixels, columns = self.tile
         crowded, several = self.blocks > 1, self.patch_stages > 1
-        if columns < _PANEL:
+        if columns < PANEL:
             spills = crowded and conv.activation in SLOW and (self.patches > 1 or pixels == _SMALL)
             large = pixels > _SMALL
             return spills or conv.channels_out > columns or (large and crowded == several)
-        return _has_rest(conv) and crowded and (several or columns > _PANEL)
+        return _has_rest(conv) and crowded and (several or columns > PANEL)
 
     def near_blocks(self, conv):
         """Blocks of x that the patches of a tile may reach into."""

@@ -8,8 +8,8 @@ import functools
 import math
 from typing import NamedTuple
 
-from .stack_conv_plan import PANEL, StackConv, plan_cost, plan_stack_conv
-from .stack_patch_plan import ROW
+from .stack_conv_plan import StackConv, plan_cost, plan_stack_conv
+from .stack_patch_plan import PANEL, ROW
 
 WIDTH = 64  # channels between the layers
 ROWS = 64  # output pixels of a tile, at most

@@ -145,7 +145,16 @@ class Plan:
         return made
 
 
-class NormPlan(Plan):
+class TimedPlan(Plan):
+    """A plan that ``_run`` computes, all of it a row of a trace, if there is one."""
+
+    def run(self):
+        """Compute."""
+        trace = self.facts[0].trace
+        return self._run() if trace is None else trace.timed(self.row, self._run)
+
+
+class NormPlan(TimedPlan):
     """A batch norm of what no convolution waits for, and what follows it, in one new tensor.
 
     As the first of a pre-activation unit, which reads a sum: its activation is computed in place.
@@ -176,11 +185,6 @@ class NormPlan(Plan):
             return finish(constant, None, activation)
 
         return make
-
-    def run(self):
-        """Compute."""
-        trace = self.facts[0].trace
-        return self._run() if trace is None else trace.timed(self.row, self._run)
 
     def _run(self):
         x, table = self.source, self.facts[0]
@@ -314,7 +318,7 @@ def wider(x, make, shape, narrow, sources=(), rest=None, **places):
     return T.postpone(table, plan, **here, hw=hw)
 
 
-class TrainedNorm(Plan):
+class TrainedNorm(TimedPlan):
     """A batch norm in training whose statistics are known: what is left of it, and what follows.
 
     A sum and an activation become part of it in the mode of gradients that it was called in.
@@ -344,11 +348,6 @@ class TrainedNorm(Plan):
         given = (self.source, *self.parameters, self.residual)
         return self.records and any(t is not None and t.requires_grad for t in given)
 
-    def run(self):
-        """Compute."""
-        trace = self.facts[0].trace
-        return self._run() if trace is None else trace.timed(self.row, self._run)
-
     def _run(self):
         given = self.source, *self.parameters, self.residual, self.statistics, self.facts[:3]
         hooks = contextlib.nullcontext()
@@ -362,7 +361,7 @@ def _as_it_is(tensor):
     return tensor
 
 
-class LinearPlan(Plan):
+class LinearPlan(TimedPlan):
     """A product of the channels, which are the last dimension, with weights that oneDNN laid out.
 
     ``shape`` is that of the result.
@@ -375,11 +374,6 @@ class LinearPlan(Plan):
         self.norm, self.residual, self.activation, self.done = "none", None, None, None
         self.to, self.shape, self.row = to, shape, row
         self.dtype = casts.after(source.dtype, to)
-
-    def run(self):
-        """Compute."""
-        trace = self.facts[0].trace
-        return self._run() if trace is None else trace.timed(self.row, self._run)
 
     def _run(self):
         table = self.facts[0]

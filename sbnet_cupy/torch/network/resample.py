@@ -9,7 +9,7 @@ from .ends import rest_of, with_rest
 from .handlers import handles
 from .layout import channels_last
 from .neighbours import pixels_at
-from .plans import Plan, wider
+from .plans import TimedPlan, wider
 from .windows import is_image, two
 
 
@@ -45,11 +45,12 @@ def interpolate(
         return _resized(value.to(dtype), table, *sizes, *options)
 
     if table.weights is not None and cuda.serves(value):
-        factors, row = _whole_factors(*sizes), table.trace and table.trace.row
         if dtype != value.dtype:
             shape, places = T.shape(input), {"block": to, "size": new, "reach": reach}
             return wider(input, make, shape, value.dtype, (), rest, **places)
-        if factors is not None and mode != "bilinear":
+        factors = None if mode == "bilinear" else _whole_factors(*sizes)
+        if factors is not None:
+            row = table.trace and table.trace.row
             plan = EnlargedPlan(value, T.facts(input), factors, rest, row)
             return T.postpone(table, plan, to, new, reach)
     return with_rest(T.StackTensor(make(dtype), table, to, new, (2, 3), reach), rest)
@@ -84,7 +85,7 @@ def _larger(value, factors):
     return channels_last(value)
 
 
-class EnlargedPlan(Plan):
+class EnlargedPlan(TimedPlan):
     """Pixels that are repeated, ``factors`` times down and across, where kernels run.
 
     A kernel that joins the channels of stacks reads them as they were.
@@ -97,11 +98,6 @@ class EnlargedPlan(Plan):
         self.source, self.facts, self.factors, self.rest = source, facts, factors, rest
         self.dtype, self.shape, self.row = source.dtype, (0, source.shape[1], 0, 0), row
         self.residual = self.done = None
-
-    def run(self):
-        """Compute."""
-        trace = self.facts[0].trace
-        return self._run() if trace is None else trace.timed(self.row, self._run)
 
     def _run(self):
         table = self.facts[0]
