@@ -1,7 +1,8 @@
 // activation.cuh: what may follow a read or a convolution, in float or double.
 // ACTIVATION is an index into ACTIVATIONS of sbnet_cupy/dense/activation.py: none, relu, silu, gelu; or one of those that
 // networks on a stack have besides (_CODES of sbnet_cupy/torch/network/cuda.py): hardswish, relu6, hardsigmoid,
-// sigmoid. From LEAST_SLOPE on it is leaky relu: the bits of its slope, a float.
+// sigmoid. From LEAST_SLOPE on it is leaky relu: the bits of its slope, a float. With the sign bit it comes before the sum
+// with a residual, elsewhere behind it.
 #pragma once
 
 #include "core/common.cuh"
@@ -17,6 +18,9 @@ DEVICE C zero_to_six(C t) {  // NaN stays NaN
 }
 
 constexpr int LEAST_SLOPE = 0x00800000;  // the bits of the least ordinary float
+
+constexpr int before_sum(int activation) { return activation < 0 ? activation & 0x7fffffff : 0; }
+constexpr int after_sum(int activation) { return activation < 0 ? 0 : activation; }
 
 template <int ACTIVATION, typename C>
 DEVICE C activate(C t) {

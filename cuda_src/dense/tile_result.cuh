@@ -46,12 +46,14 @@ DEVICE uint4 finished(const float (&sums)[16 / sizeof(T)], const float* scale, c
 #pragma unroll
     for (int e = 0; e < COUNT; ++e) values[e] = sums[e];
     scale_and_shift<WIDE>(values, scale, bias);
+#pragma unroll
+    for (int e = 0; e < COUNT; ++e) values[e] = activate<before_sum(ACTIVATION)>(values[e]);
     if (has_residual) {
         const Elements<T, uint4> addend(add_to);
 #pragma unroll
         for (int e = 0; e < COUNT; ++e) values[e] += to_compute<float>(addend.element[e]);
     }
-    const uint4 result = rounded<T, ACTIVATION>(values);
+    const uint4 result = rounded<T, after_sum(ACTIVATION)>(values);
     return inside ? result : zero<uint4>();
 }
 
@@ -66,9 +68,9 @@ DEVICE void finish(const float (&sums)[16 / sizeof(T)], const float* scale, cons
 #pragma unroll
         for (int e = 0; e < static_cast<int>(16 / sizeof(T)); ++e) {
             if (e >= left) break;
-            float value = __fmaf_rn(sums[e], scale[e], bias[e]);
+            float value = activate<before_sum(ACTIVATION)>(__fmaf_rn(sums[e], scale[e], bias[e]));
             if (residual) value += to_compute<float>(residual[to + e]);
-            y[to + e] = from_compute<T>(inside ? activate<ACTIVATION>(value) : 0.0f);
+            y[to + e] = from_compute<T>(inside ? activate<after_sum(ACTIVATION)>(value) : 0.0f);
         }
     }
 }

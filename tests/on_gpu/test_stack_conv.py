@@ -7,7 +7,7 @@ from sbnet_cupy.block_sparse.stack.stack_conv_plan import candidates
 from sbnet_cupy.block_sparse.stack.stack_launch import prepare_stack_conv, prepare_stack_pack
 from sbnet_cupy.block_sparse.stack.stack_patch_plan import patch_candidates
 from sbnet_cupy.core.device import current_device
-from support.stack_on_host import HALVED, Blocks, ConvCase
+from support.stack_on_host import FIRST, HALVED, Blocks, ConvCase
 
 pytestmark = pytest.mark.gpu
 
@@ -21,6 +21,9 @@ CASES = [
     ConvCase("float", Blocks(block=(2, 2)), 132, 64, (2, 3)),
     ConvCase("float", Blocks(block=(4, 4)), 128, 200, (1, 1), activation=0),
     ConvCase(blocks=Blocks(block=(4, 4)), channels=128, channels_out=64, activation=HALVED),
+    # The activation, then the sum: of whole blocks, of K that is split, and in patches.
+    ConvCase(blocks=Blocks(block=(4, 4)), channels=256, channels_out=64, activation=FIRST + HALVED),
+    ConvCase(blocks=Blocks(image=(40, 33), block=(8, 8)), channels=64, activation=FIRST + 5),
     ConvCase(
         "Half", Blocks(block=(4, 4)), 256, 200, (1, 1), residual=False, shortcut=(512, (2, 2))
     ),

@@ -28,7 +28,7 @@ from sbnet_cupy.block_sparse.stack.stack_launch import (
 from sbnet_cupy.block_sparse.stack.stack_patch_plan import PatchPlan, patch_candidates
 from sbnet_cupy.core.device import Device
 from support.exhaustive import all_but, first_of, thinned_product
-from support.stack_on_host import AMPERE, BLACKWELL, HALVED, Blocks, ConvCase, use_shim
+from support.stack_on_host import AMPERE, BLACKWELL, FIRST, HALVED, Blocks, ConvCase, use_shim
 
 HOPPER = Device(multiprocessors=132, shared_bytes=227 << 10, hopper=True, bulk_copy=True)
 SMALL, TALL, WIDE = ((64, 64), (2, 2)), ((128, 64), (4, 2)), ((128, 128), (4, 2))
@@ -56,6 +56,8 @@ CASES = [
     (ConvCase(blocks=Blocks(share=1.0, spare=0), activation=0), plan(SMALL, 3)),
     (ConvCase(blocks=Blocks(block=(8, 8)), activation=5), plan(SMALL, 3)),
     (ConvCase(blocks=Blocks(block=(8, 8)), activation=HALVED), plan(SMALL, 3)),
+    (ConvCase(channels=72, channels_out=72, activation=FIRST + 5), plan(SMALL, 4, 4)),
+    (ConvCase(channels_out=23, activation=FIRST + HALVED), plan(SMALL, 3)),
     (ConvCase(channels=96, channels_out=96, groups=4), plan(SMALL, 3, 2)),
     (ConvCase("BFloat16", Blocks(block=(2, 4)), 64, 128, groups=16), plan(SMALL, 3)),
     (ConvCase(channels=160, channels_out=80, groups=2, kernel=(1, 1)), plan(TALL, 2)),
@@ -118,6 +120,12 @@ PATCHES = [
         ),
         PatchPlan("TileMma", (8, 8), 1, 32, (4, 1), 2, 1, 2),
     ),
+    (
+        ConvCase(
+            blocks=Blocks(image=(20, 17), block=(8, 8)), channels=64, activation=FIRST + HALVED
+        ),
+        PatchPlan("TileMma", (8, 8), 1, 64, (2, 2), 2, 1, 2),
+    ),
 ]  # fmt: skip
 DEPTHWISE = [
     ConvCase(depthwise=True, channels_out=16),
@@ -133,6 +141,7 @@ DEPTHWISE = [
     ),
     ConvCase("float", Blocks(block=(2, 2)), 8, 8, dilation=(12, 9), depthwise=True),
     ConvCase("Half", Blocks(block=(4, 4)), 72, 72, (5, 5), (2, 2), activation=5, depthwise=True),
+    ConvCase(channels_out=16, activation=FIRST + HALVED, depthwise=True),
     ConvCase("BFloat16", Blocks(block=(6, 6)), 12, 12, (2, 4), (3, 3), depthwise=True),
     ConvCase("Half", Blocks(block=(16, 16)), 40, 40, strides=(1, 2), depthwise=True),
     # More tiles at once than a slice has weights.

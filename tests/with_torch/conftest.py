@@ -74,14 +74,17 @@ def asked(torch, st, monkeypatch):
                 groups=channels // (1 if depthwise else (group or (channels,))[0]),
                 w_format="OIHW", scale=None,
                 bias=None if bias is None else bias.numpy(),
-                residual=None if residual is None else residual.numpy(),
-                activation=ACTIVATIONS[activation] if activation < 4 else None,
+                residual=None if residual is None or activation < 0 else residual.numpy(),
+                activation=ACTIVATIONS[activation] if 0 <= activation < 4 else None,
             )  # fmt: skip
             assert y.shape[1:] == (*block_out, channels_out)
             after = stage(counts, indices, places, block_out, image_out)
             y = np.where(sb.stack_pixel_mask(after)[..., None], y, y.dtype.type(0))  # as kernels do
             y = torch.from_numpy(y)
-            out.copy_(y if activation < 4 else activated(y, activation))
+            if activation < 0:
+                out.copy_(activated(y, activation & 0x7FFFFFFF) + residual)
+            else:
+                out.copy_(y if activation < 4 else activated(y, activation))
 
         if depthwise:
             launch = lambda x, w, scale, b, *rest: run(x, w, b, *rest)  # noqa: E731

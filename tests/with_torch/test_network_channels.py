@@ -127,8 +127,54 @@ class Shared(torch.nn.Module):
 def test_sums_and_leaky_relus_wait(st, asked, inplace, slope):
     dense = Shared(inplace, slope).eval()
     x, on, results = called_twice(st, asked, dense)
-    # the first sum, what is scaled and shifted, and the last sum
-    assert asked.count("affine") == 3 and asked.count("image") == 1
+    # what is scaled and shifted, and the last sum; the first one waits behind a convolution, unless
+    # it is written to
+    assert asked.count("affine") == 2 + inplace and asked.count("image") == 1
+    assert_all_near(results, dense, x, on)
+
+
+class SumBehind(torch.nn.Module):
+    """Units that add what they were given behind the activation, as those of YOLO do."""
+
+    def __init__(self, activation):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Conv2d(3, 8, 3, 2, 1)
+        self.convs = torch.nn.ModuleList(torch.nn.Conv2d(8, 8, 3, padding=1) for _ in range(4))
+        self.convs.append(torch.nn.Conv2d(8, 8, 3, padding=1, groups=8))
+        self.norms = torch.nn.ModuleList(torch.nn.BatchNorm2d(8) for _ in self.convs)
+        self.norms.apply(networks.random_statistics)
+        self.activation = activation
+
+    def unit(self, x, i):
+        """Return the activation of a convolution."""
+        return self.activation(self.norms[i](self.convs[i](x)))
+
+    def forward(self, x):
+        """Return sums: of two layers and what they read, from either side, in place, and read."""
+        x = self.first(x)
+        x = x + self.unit(self.unit(x, 0), 1)
+        x = self.unit(x, 4) + x
+        y = self.unit(x, 2)
+        y += x
+        z = self.unit(y, 3)
+        return y + z, z
+
+
+BEHIND = {  # and whether it may come before a sum in a kernel
+    "relu": (torch.relu, True), "silu": (torch.nn.functional.silu, True),
+    "gelu": (torch.nn.GELU(), True), "hardswish": (torch.nn.functional.hardswish, True),
+    "leaky relu": (torch.nn.LeakyReLU(0.1), True), "tanh": (torch.tanh, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BEHIND)
+@torch.no_grad()
+def test_a_sum_behind_an_activation_is_part_of_the_convolution(st, asked, name):
+    activation, fits = BEHIND[name]
+    dense = SumBehind(activation).eval()
+    x, on, results = called_twice(st, asked, dense)
+    assert asked.count("affine") == (0 if fits else 3)  # one is in place
     assert_all_near(results, dense, x, on)
 
 

@@ -225,8 +225,9 @@ __global__ void __launch_bounds__(256, RESIDENT<S, RUN * SW>)
 #pragma unroll
             for (int e = 0; e < V; ++e) {
                 float value = __fmaf_rn(sums[a][e], tables[lane * V + e], tables[SLICE + lane * V + e]);
+                value = activate<before_sum(ACTIVATION)>(value);
                 if (residual) value += to_compute<float>(add_to.element[e]);
-                result.element[e] = from_compute<T>(inside ? activate<ACTIVATION>(value) : 0.0f);
+                result.element[e] = from_compute<T>(inside ? activate<after_sum(ACTIVATION)>(value) : 0.0f);
             }
             *reinterpret_cast<Vector*>(y + to) = result.vector;
         }

@@ -7,7 +7,7 @@ alone is not always best (cuda_src/README.md).
 import math
 from typing import NamedTuple
 
-from .stack_patch_plan import ROW, SLOW
+from .stack_patch_plan import ROW
 
 
 class _Rates(NamedTuple):
@@ -61,7 +61,7 @@ def launch_cost(plan, conv, device):
     if taps >= 4 and plan.cached:
         per_pixel *= 1 + _MORE_TAPS * (taps - 1)
     asked = _ASKED * plan.boxes(conv) if plan.bulk and conv.of_images else 0
-    slow = (0.024 + SLOW.get(conv.activation, 0)) / groups
+    slow = (0.024 + conv.slowness) / groups
 
     def tile(height, active):
         """Cycles of a tile of so many pixels, where so many thread blocks are side by side."""

@@ -9,13 +9,15 @@ import math
 from typing import NamedTuple
 
 from .stack_conv_cost import launch_cost
-from .stack_patch_plan import PANEL, ROW, SLOW, patch_candidates
+from .stack_patch_plan import PANEL, ROW, patch_candidates
 
 BOX_ROWS = 64  # pixels that the copy engine brings at once, at most
 _FOUND = 4  # tiles whose pixels of the result may be found ahead, where blocks are looked up
 _UNITS = 8  # of 16 bytes, in a chunk
 _MOST_PIXELS = 8192  # of blocks and windows, so that divisions are exact
 _MOST_OFFSETS = 64 << 10  # bytes of shared memory for where a tile's pixels lie
+# Slow activations, which take registers: cycles for a number and group of warps, which share them.
+_SLOW = {2: 0.4, 3: 0.88, 7: 0.4}
 
 
 class Shortcut(NamedTuple):
@@ -62,6 +64,11 @@ class StackConv(NamedTuple):
     def element_bytes(self):
         """Bytes of a number."""
         return 4 if self.element == "float" else 2
+
+    @property
+    def slowness(self):
+        """Cycles that the activation takes for a number and group of warps; 0 of a fast one."""
+        return _SLOW.get(self.activation & 0x7FFFFFFF, 0)  # before a sum or behind it
 
     @property
     def one_pixel(self):
@@ -341,7 +348,7 @@ def _candidates(conv, device, bulk=False, direct=False):
     for tile, warps, most in tiles:
         if tile[0] * offsets > _MOST_OFFSETS or (conv.group and tile[1] != PANEL):
             continue
-        if tile == (64, 64) and warps == (1, 2) and conv.activation not in SLOW:
+        if tile == (64, 64) and warps == (1, 2) and not conv.slowness:
             continue
         if tile in (_OTHERWISE if bulk else _IN_BULK):
             continue

@@ -7,8 +7,6 @@ ROW = 128  # bytes of a tile's row in shared memory: a chunk of K
 PANEL = 64  # output channels that are packed together
 _CELL = 8  # pixels along a side of what tensor cores take at once
 _COPIERS = 128  # threads that copy weights and patches
-# Slow activations, which take registers: cycles for a number and group of warps, which share them.
-SLOW = {2: 0.4, 3: 0.88, 7: 0.4}
 _SMALL = 128  # pixels of a tile, of which more thread blocks fit
 _MOST_NEAR = 96  # blocks that patches may reach into, which a thread each finds
 _STEP = 32  # bytes of what tensor cores take at once
@@ -50,7 +48,7 @@ class PatchPlan(NamedTuple):
         pixels, columns = self.tile
         crowded, several = self.blocks > 1, self.patch_stages > 1
         if columns < PANEL:
-            spills = crowded and conv.activation in SLOW and (self.patches > 1 or pixels == _SMALL)
+            spills = crowded and conv.slowness and (self.patches > 1 or pixels == _SMALL)
             large = pixels > _SMALL
             return spills or conv.channels_out > columns or (large and crowded == several)
         return _has_rest(conv) and crowded and (several or columns > PANEL)

@@ -18,7 +18,7 @@ from ...core.torch_memory import allocate, to_tensor
 from .. import _dispatch_state as state
 from .._graph_branch import moment
 from .._native import compute, native_stream, view
-from .epilogue import finish, slope_of
+from .epilogue import finish, in_turn, slope_of
 
 _ELEMENTS = {torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float32: "float"}
 _CODES = {  # as in cuda_src/dense/activation.cuh
@@ -80,8 +80,13 @@ def list_blocks(mask, block, capacity):
 def code_of(activation):
     """Return the number by which kernels know an activation, None of one that they do not have.
 
-    A leaky relu has the bits of its slope, a float: more than any other number.
+    A leaky relu has the bits of its slope, a float: more than any other number. What comes before
+    the sum with a residual has the sign bit, too.
     """
+    before, activation = in_turn(activation)
+    if before is not None:
+        code = code_of(before)
+        return None if code is None else code - 2**31
     slope = slope_of(activation)
     if slope is None:
         return _CODES.get(activation)

@@ -17,19 +17,40 @@ ACTIVATIONS = {
     "tanh": (torch.tanh, torch.tanh_),
 }
 _LEAKY = "leaky_relu "  # and a slope
+_FIRST = "first "  # and an activation, which comes before the sum with a residual
 
 
 def finish(y, residual, activation):
-    """Add a residual to a result that nobody else has, and apply an activation."""
-    plain = not (torch.is_grad_enabled() and y.requires_grad)
+    """Add a residual to a result that nobody else has, and apply an activation, in their order."""
+    before, after = in_turn(activation)
+    y = _activated(y, before)
     if residual is not None:
+        plain = not (torch.is_grad_enabled() and y.requires_grad)
         y = y.add_(residual) if plain and residual.dtype == y.dtype else y + residual
+    return _activated(y, after)
+
+
+def _activated(y, activation):
     if activation is None:
         return y
+    plain = not (torch.is_grad_enabled() and y.requires_grad)
     slope = slope_of(activation)
     if slope is not None:
         return F.leaky_relu(y, slope, inplace=plain)
     return ACTIVATIONS[activation][plain](y)
+
+
+def before_sum(activation):
+    """Return the name of an activation that comes before the sum with a residual."""
+    return _FIRST + activation
+
+
+@functools.cache
+def in_turn(activation):
+    """Return the activations before and after the sum with a residual by the name of both."""
+    if activation is None or not activation.startswith(_FIRST):
+        return None, activation
+    return activation.removeprefix(_FIRST), None
 
 
 def leaky_relu(slope):

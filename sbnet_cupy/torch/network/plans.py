@@ -10,7 +10,7 @@ from .._dispatch_state import saved_tensor_hooks
 from . import casts, cuda, cuda_affine, cuda_resize, gradients, onednn, ops, shortcuts, units
 from . import tensor as T
 from .entry import Entry
-from .epilogue import finish
+from .epilogue import before_sum, finish
 from .image_values import Held
 from .weights import fold
 
@@ -20,6 +20,8 @@ _TRAINED = ("relu", "silu", "gelu")  # activations that may follow a batch norm 
 class Plan:
     """A convolution and what follows it: ``activation(norm(conv(x)) + residual)``.
 
+    Or ``activation(norm(conv(x))) + residual``; then the name of the activation says so.
+
     ``facts`` are those of the stack that it reads, ``options`` the keywords of ``ops.conv``, ``to``
     is the dtype to which autocast converts, or None. The source is a stack, or a convolution that
     waits too (:class:`~.units.Ahead`).
@@ -28,6 +30,7 @@ class Plan:
     records = None  # whether gradients are recorded, of what waits while they may be
     is_norm = False  # whether it is a batch norm by itself
     readers = 0  # convolutions that wait for it
+    adds_behind = True  # whether kernels can add a residual behind an activation
     to = None
 
     def __init__(self, source, facts, weight, bias, options, to=None, row=None):
@@ -57,8 +60,21 @@ class Plan:
     requires_grad = False  # where gradients are recorded nothing waits, but for a TrainedNorm
 
     def takes(self, residual=None, activation=None):
-        """Whether a sum or an activation may become part of it: only one of each, and in turn."""
-        return self.activation is None and (residual is None or self.residual is None)
+        """Whether a sum or an activation may become part of it: only one of each."""
+        if self.activation is None:
+            return residual is None or self.residual is None
+        if residual is None or self.residual is not None or not self.adds_behind:
+            return False
+        source = self.source
+        while isinstance(source, units.Ahead):
+            source = source.plan.source
+        by_kernel = isinstance(source, torch.Tensor) and cuda.serves(source)
+        return by_kernel and cuda.code_of(self.activation) is not None
+
+    def plus(self, residual):
+        """Return the plan with a residual that it takes."""
+        activation = self.activation and before_sum(self.activation)
+        return self.then(residual=residual, activation=activation)
 
     def narrowed(self, dtype):
         """Return the plan of the result in a narrower dtype, with the same rounding, or None."""
@@ -147,6 +163,8 @@ class Plan:
 
 class TimedPlan(Plan):
     """A plan that ``_run`` computes, all of it a row of a trace, if there is one."""
+
+    adds_behind = False
 
     def run(self):
         """Compute."""
@@ -280,7 +298,7 @@ class WiderPlan(Plan):
     """
 
     rest = kernel = options = None
-    norm, activation = "none", "none"  # nothing can be added behind it
+    norm, activation, adds_behind = "none", "none", False
 
     def __init__(self, make, facts, shape, narrow, sources=(), rest=None, row=None):
         self.make, self.facts, self.shape, self.rest = make, facts, shape, rest
@@ -436,6 +454,8 @@ class TransposedPlan(Plan):
 
     ``options`` are the keywords of ``ops.conv_transpose``.
     """
+
+    adds_behind = False
 
     def __init__(self, source, facts, weight, bias, options, to=None, row=None):
         super().__init__(source, facts, weight, bias, options, to, row)

@@ -68,7 +68,7 @@ def _with_residual(x, plan, residual, inplace, other):
     table, block, size, hw, reach = T.facts(x)
     reach = max(reach, T.facts(other)[4])
     func = _add_waiting if isinstance(residual, Ahead) else torch.add
-    done = step(x, plan.then(residual=residual), inplace, (func, residual))
+    done = step(x, plan.plus(residual), inplace, (func, residual))
     object.__getattribute__(done, "__dict__")["_facts"] = table, block, size, hw, reach
     return done
 
