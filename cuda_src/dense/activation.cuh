@@ -19,8 +19,8 @@ DEVICE C zero_to_six(C t) {  // NaN stays NaN
 
 constexpr int LEAST_SLOPE = 0x00800000;  // the bits of the least ordinary float
 
-constexpr int before_sum(int activation) { return activation < 0 ? activation & 0x7fffffff : 0; }
-constexpr int after_sum(int activation) { return activation < 0 ? 0 : activation; }
+DEVICE constexpr int before_sum(int activation) { return activation < 0 ? activation & 0x7fffffff : 0; }
+DEVICE constexpr int after_sum(int activation) { return activation < 0 ? 0 : activation; }
 
 template <int ACTIVATION, typename C>
 DEVICE C activate(C t) {
