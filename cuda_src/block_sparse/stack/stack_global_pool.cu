@@ -1,11 +1,13 @@
-// stack_global_pool.cu: the sum, mean or maximum of each channel of each image, from its active blocks.
+// stack_global_pool.cu: the sum, mean or maximum of each channel of each image, or of its windows, from its active blocks.
 //   y[n, c] = (sum x[m, i, j, c]) / divisor   or   max x[m, i, j, c]
 // over the pixels (i, j) of the image in the active blocks m of image n; the maximum counts 0 where a pixel of the image
-// is in no active block. An image without pixels gives 0.
-// Source: global pooling on images that are 0 outside of the active blocks.
+// is in no active block. An image without pixels gives 0. With WINDOWS there is one result for each of the P x Q windows
+// of adaptive pooling, y[n, p, q, c]: window p has lines floor(p * H / P) to ceil((p + 1) * H / P), and the divisor is
+// the number of its pixels.
+// Source: global and adaptive pooling on images that are 0 outside of the active blocks.
 // Python: sbnet_cupy/block_sparse/stack/stack_global_pool.py; launched by stack_pool_launch.py
-// Launch: a thread block of 256 threads for each image, each LANES vectors of channels, and each of `parts` ranges of its
-// blocks. The thread blocks of CLUSTER parts are a cluster and put them together; without clusters, and of more parts,
+// Launch: a thread block of 256 threads for each image, or window, each LANES vectors of channels, and each of `parts`
+// ranges of its blocks. The thread blocks of CLUSTER parts are a cluster and put them together; without clusters, and of more parts,
 // stack_global_pool_parts does so.
 // Why: the blocks of an image are those that the grid has, in its order, whatever the order of the list. A thread block
 // first lists the active ones in shared memory; the threads then take their pixels in turn, so that sums are in an
@@ -33,10 +35,40 @@ DEVICE T finished(C value, bool empty, double divisor) {
 
 constexpr int POOL_THREADS = 256, EACH = 8, CHUNK = POOL_THREADS * EACH;  // blocks that are listed at once
 
-// An active block: its row of the stack, and how many of its lines and columns are of the image.
+// Pixels of an image, from the first to those past the last.
+struct Window {
+    int top, left, bottom, right;
+
+    DEVICE double pixels() const { return static_cast<double>(bottom - top) * (right - left); }
+};
+
+// Window `number` of the P x Q windows of an image; without WINDOWS all of it.
+template <bool WINDOWS>
+DEVICE Window window_of(i64 number, i64 P, i64 Q, i64 H, i64 W) {
+    const auto narrow = [](i64 value) { return static_cast<int>(value); };
+    if constexpr (!WINDOWS) return Window{0, 0, narrow(H), narrow(W)};
+    const i64 p = divide(number, Q), q = number - p * Q;
+    return Window{narrow(divide(p * H, P)), narrow(divide(q * W, Q)), narrow(divide((p + 1) * H + P - 1, P)),
+                  narrow(divide((q + 1) * W + Q - 1, Q))};
+}
+
+// An active block: its row of the stack, and which of its lines and columns are of the window.
 struct Listed {
     int row, lines, columns;
 };
+
+// Which of `size` lines from line `corner` of the image on are from `first` to before `last`: the number of those before
+// `last`, and, in the high half, of those before `first`.
+template <bool WINDOWS>
+DEVICE int lines_of(int corner, int size, int first, int last) {
+    const auto before = [&](int end) { return static_cast<int>(clamp(static_cast<i64>(end) - corner, 0, size)); };
+    return (WINDOWS ? before(first) << 16 : 0) | before(last);
+}
+
+template <bool WINDOWS>
+DEVICE bool is_among(int line, int lines) {
+    return line < (lines & 0xffff) && (!WINDOWS || line >= lines >> 16);
+}
 
 // The number of threads' items before those of this thread; `total` becomes that of all. `counts` is of 8 ints.
 DEVICE int before_mine(int mine, int* counts, int& total) {
@@ -59,15 +91,15 @@ DEVICE int before_mine(int mine, int* counts, int& total) {
     return before;
 }
 
-template <typename T, typename V, int LANES, int MODE, int CLUSTER>
+template <typename T, typename V, int LANES, int MODE, int CLUSTER, bool WINDOWS>
 __global__ void __launch_bounds__(POOL_THREADS, 2)
     stack_global_pool(const V* __restrict__ x,             // [M, bh, bw, width]
                       const int* __restrict__ bin_counts,   // [1]
                       const int* __restrict__ grid,         // [N, GH, GW]
-                      typename ComputeOf<T>::type* __restrict__ sums_of_parts,  // [N, parts, channels], or null
-                      T* __restrict__ y,                    // [N, channels]
-                      i64 M, i64 N, i64 GH, i64 GW, i64 width, i64 bh, i64 bw, i64 H, i64 W, i64 parts, double divisor,
-                      i64 settled) {
+                      typename ComputeOf<T>::type* __restrict__ sums_of_parts,  // [N, P, Q, parts, channels], or null
+                      T* __restrict__ y,                    // [N, P, Q, channels]
+                      i64 M, i64 N, i64 GH, i64 GW, i64 width, i64 bh, i64 bw, i64 H, i64 W, i64 P, i64 Q, i64 parts,
+                      double divisor, i64 settled) {
     using C = typename ComputeOf<T>::type;
     using Parts = Cluster<CLUSTER>;
     constexpr int COUNT = Elements<T, V>::COUNT, GROUPS = POOL_THREADS / LANES, AT_ONCE = 4;
@@ -76,16 +108,23 @@ __global__ void __launch_bounds__(POOL_THREADS, 2)
     __shared__ C sums[ROWS * SUMS];  // of each warp, or of each group where it is wider
     __shared__ int counts[POOL_THREADS / 32], zeros;
     const auto narrow = [](i64 value) { return static_cast<int>(value); };
-    const int BH = narrow(bh), BW = narrow(bw), columns_of_grid = narrow(GW), pixels = BH * BW;
+    const int BH = narrow(bh), BW = narrow(bw), pixels = BH * BW;
     const int lane = threadIdx.x % LANES, group = threadIdx.x / LANES, slices = ceil_div(narrow(width), LANES);
-    const i64 places = GH * GW, channels = width * COUNT;
+    const i64 channels = width * COUNT, of_image = WINDOWS ? P * Q : 1;
     begin_launch(settled);
     bool waited = !settled;
     const int rows = narrow(clamp(*bin_counts, 0, M));
 
-    for (i64 item = blockIdx.x; item < N * parts * slices; item += gridDim.x) {
-        const i64 slice = divide(item, parts), n = divide(slice, slices), part = item - slice * parts;
-        const int v = narrow(slice - n * slices) * LANES + lane;
+    for (i64 item = blockIdx.x; item < N * of_image * parts * slices; item += gridDim.x) {
+        const i64 slice = divide(item, parts), number = divide(slice, slices), part = item - slice * parts;
+        const i64 n = WINDOWS ? divide(number, of_image) : number;
+        const Window window = window_of<WINDOWS>(number - n * of_image, P, Q, H, W);
+        const int top = WINDOWS ? window.top / BH : 0, left = WINDOWS ? window.left / BW : 0;  // blocks of the window
+        const int down = WINDOWS ? ceil_div(window.bottom, BH) - top : narrow(GH);
+        const int across = WINDOWS ? ceil_div(window.right, BW) - left : narrow(GW);
+        const i64 places = static_cast<i64>(down) * across;
+        const int* const blocks = grid + (n * GH + top) * GW + left;
+        const int v = narrow(slice - number * slices) * LANES + lane;
         const i64 first = divide(places * part, parts), last = divide(places * (part + 1), parts);
         C mine[COUNT];
 #pragma unroll
@@ -96,19 +135,23 @@ __global__ void __launch_bounds__(POOL_THREADS, 2)
         for (i64 place0 = first; place0 < last; place0 += CHUNK) {
             int found[EACH];
             const i64 begin = place0 + threadIdx.x * EACH;
+            int hi = narrow(divide(begin, across)), wi = narrow(begin - static_cast<i64>(hi) * across), active = 0;
 #pragma unroll
-            for (int e = 0; e < EACH; ++e) found[e] = begin + e < last ? grid[n * places + begin + e] : -1;
-            int hi = narrow(divide(begin, GW)), wi = narrow(begin - static_cast<i64>(hi) * GW), active = 0;
+            for (int e = 0, line = hi, column = wi; e < EACH; ++e) {
+                const i64 place = WINDOWS ? line * GW + column : begin + e;  // a whole image has its blocks in a row
+                found[e] = begin + e < last ? blocks[place] : -1;
+                if (++column == across) column = 0, ++line;
+            }
             Listed its[EACH];
 #pragma unroll
             for (int e = 0; e < EACH; ++e) {
                 its[e].row = static_cast<u32>(found[e]) < static_cast<u32>(rows) ? found[e] : -1;
-                its[e].lines = narrow(clamp(H - static_cast<i64>(hi) * BH, 0, BH));
-                its[e].columns = narrow(clamp(W - static_cast<i64>(wi) * BW, 0, BW));
+                its[e].lines = lines_of<WINDOWS>((top + hi) * BH, BH, window.top, window.bottom);
+                its[e].columns = lines_of<WINDOWS>((left + wi) * BW, BW, window.left, window.right);
                 if (MODE == MAXIMUM && its[e].row < 0 && begin + e < last && its[e].lines > 0 && its[e].columns > 0)
                     zeros = 1;
                 active += its[e].row >= 0;
-                if (++wi == columns_of_grid) wi = 0, ++hi;
+                if (++wi == across) wi = 0, ++hi;
             }
             int total;
             int at = before_mine(active, counts, total);
@@ -132,9 +175,9 @@ __global__ void __launch_bounds__(POOL_THREADS, 2)
                     if (!inside[a]) continue;
                     const int number = narrow(divide(i, pixels)), pixel = narrow(i - static_cast<i64>(number) * pixels);
                     const Listed block = listed[number];
-                    if (block.lines < BH || block.columns < BW) {
+                    if (block.lines != BH || block.columns != BW) {
                         const int line = pixel / BW;
-                        inside[a] = line < block.lines && pixel - line * BW < block.columns;
+                        inside[a] = is_among<WINDOWS>(line, block.lines) && is_among<WINDOWS>(pixel - line * BW, block.columns);
                     }
                     if (inside[a]) values[a] = stack[(static_cast<i64>(block.row) * pixels + pixel) * width + v];
                 }
@@ -186,29 +229,31 @@ __global__ void __launch_bounds__(POOL_THREADS, 2)
                 value = own(i);
             }
             if (sums_of_parts)
-                sums_of_parts[(n * parts + part) * channels + c] = value;
+                sums_of_parts[(number * parts + part) * channels + c] = value;
             else
-                y[n * channels + c] = finished<T, MODE>(value, H * W == 0, divisor);
+                y[number * channels + c] = finished<T, MODE>(value, H * W == 0, WINDOWS ? window.pixels() : divisor);
         }
         Parts::sync();  // before the sums are written again
     }
     if (!waited) dependent_wait();
 }
 
-// Put the parts of each image together, in their order.
-template <typename T, int MODE>
+// Put the parts of each image or window together, in their order.
+template <typename T, int MODE, bool WINDOWS>
 __global__ void __launch_bounds__(POOL_THREADS)
     stack_global_pool_parts(const typename ComputeOf<T>::type* __restrict__ sums_of_parts, T* __restrict__ y, i64 N,
-                            i64 channels, i64 H, i64 W, i64 parts, double divisor) {
+                            i64 channels, i64 H, i64 W, i64 P, i64 Q, i64 parts, double divisor) {
     using C = typename ComputeOf<T>::type;
     overlap_launches();
-    for (i64 i = static_cast<i64>(blockIdx.x) * POOL_THREADS + threadIdx.x; i < N * channels;
+    const i64 of_image = WINDOWS ? P * Q : 1;
+    for (i64 i = static_cast<i64>(blockIdx.x) * POOL_THREADS + threadIdx.x; i < N * of_image * channels;
          i += static_cast<i64>(gridDim.x) * POOL_THREADS) {
-        const i64 n = divide(i, channels), c = i - n * channels;
+        const i64 number = divide(i, channels), c = i - number * channels;
         C value = identity<MODE, C>();
 #pragma unroll 8
         for (i64 part = 0; part < parts; ++part)
-            value = combine<MODE>(value, sums_of_parts[(n * parts + part) * channels + c]);
+            value = combine<MODE>(value, sums_of_parts[(number * parts + part) * channels + c]);
+        if constexpr (WINDOWS) divisor = window_of<true>(number - divide(number, of_image) * of_image, P, Q, H, W).pixels();
         y[i] = finished<T, MODE>(value, H * W == 0, divisor);
     }
 }

@@ -8,7 +8,8 @@
     run = prepare_stack_max_pool_grad(pool)
     run(grad, choice, bin_counts, active_block_indices, grid, dx)
     run = prepare_stack_global_pool(pool, "mean")     pool: rows, images, grid, block, image, x
-    run(x, bin_counts, active_block_indices, grid, out)                       out: [N, C]
+    run(x, bin_counts, active_block_indices, grid, out)                       out: [N, C], or
+                                                      [N, P, Q, C] of windows of adaptive pooling
 
 ``settled`` promises that no kernel that may still run writes the table. Each returns
 None where sizes are too large for the kernels.
@@ -55,6 +56,7 @@ class StackPool(NamedTuple):
     pads: tuple[tuple[int, int], tuple[int, int]] = ((0, 0), (0, 0))
     alignment: int = 16  # bytes of which the addresses of x and out are multiples
     image_out: tuple[int, int] = (0, 0)  # of a gradient alone
+    windows: tuple[int, int] = (1, 1)  # of an image, of a global one; more are an adaptive pooling
 
     vector, vectors = channel_vectors.vector, channel_vectors.vectors
     slices = channel_vectors.slices  # thread blocks of a global pooling that take a pixel
@@ -66,13 +68,19 @@ class StackPool(NamedTuple):
 
     @property
     def parts(self):
-        """Parts of an image that a global pooling reduces apart.
+        """Parts of an image, or of a window, that a global pooling reduces apart.
 
         They depend on sizes alone, so that sums have the same bits on every GPU.
         """
-        parts = -(-math.prod(self.grid) * math.prod(self.block) // _PART)
+        sides = zip(self.grid, self.block, self.windows, strict=True)
+        parts = -(-math.prod(-(-g * b // w) for g, b, w in sides) // _PART)
         most = _MOST_PARTS if parts > 2 * _CLUSTER else _CLUSTER
-        return max(min(parts, most, _ENOUGH // max(self.images * self.slices, 1)), 1)
+        return max(min(parts, most, _ENOUGH // max(self.results * self.slices, 1)), 1)
+
+    @property
+    def results(self):
+        """Windows of all images."""
+        return self.images * math.prod(self.windows)
 
     @property
     def fits(self):
@@ -156,24 +164,27 @@ def pools_at_once(pool):
 
 
 def prepare_stack_global_pool(pool, mode, settled=False):
-    """Return the launch of a pooling of whole images, or None; ``mode`` is mean, max or sum."""
+    """Return the launch of a pooling of whole images, or None; ``mode`` is mean, max or sum.
+
+    Of several ``windows`` of each image the mean or the maximum: the result is ``[N, P, Q, C]``.
+    """
     if not pool.fits:
         return None
     parts, divisor = pool.parts, 1.0
     if mode == "mean":
         divisor = float(max(math.prod(pool.image), 1))
-    how = MODES.index("max" if mode == "max" else "sum")
+    how, windowed = MODES.index("max" if mode == "max" else "sum"), pool.windows != (1, 1)
     together = _in_cluster(pool)
     run = kernels.prepare(
         "block_sparse/stack/stack_global_pool",
         "stack_global_pool",
-        (pool.element, f"Bytes<{pool.vector}>::type", pool.lanes, how, together),
-        pool.images * parts * pool.slices,
+        (pool.element, f"Bytes<{pool.vector}>::type", pool.lanes, how, together, windowed),
+        pool.results * parts * pool.slices,
         kernels.THREADS,
         5,
         (
-            pool.rows, pool.images, *pool.grid, pool.vectors, *pool.block, *pool.image, parts,
-            divisor, int(settled),
+            pool.rows, pool.images, *pool.grid, pool.vectors, *pool.block, *pool.image,
+            *pool.windows, parts, divisor, int(settled),
         ),
         persistent=True,
         dependent=True,
@@ -184,18 +195,18 @@ def prepare_stack_global_pool(pool, mode, settled=False):
     add_up = kernels.prepare(
         "block_sparse/stack/stack_global_pool",
         "stack_global_pool_parts",
-        (pool.element, how),
-        -(-pool.images * pool.channels // kernels.THREADS),
+        (pool.element, how, windowed),
+        -(-pool.results * pool.channels // kernels.THREADS),
         kernels.THREADS,
         2,
-        (pool.images, pool.channels, *pool.image, parts, divisor),
+        (pool.images, pool.channels, *pool.image, *pool.windows, parts, divisor),
         persistent=True,
         dependent=True,
     )
     wide = np.float64 if pool.element == "double" else np.float32
 
     def launch_both(x, bin_counts, indices, grid, out):
-        partials = empty((pool.images * parts * pool.channels,), wide, x)
+        partials = empty((pool.results * parts * pool.channels,), wide, x)
         keep_if_capturing(partials)
         run(x, bin_counts, grid, partials, out)
         add_up(partials, out)

@@ -12,6 +12,7 @@ import torch
 from . import cuda
 
 _PLANS = {}  # (device, what, sizes, settled) -> what launches a kernel, or None
+_MOST_WINDOWS = 64  # of an image that thread blocks pool by themselves; more have few pixels
 
 
 def max_pool(x, table, window):
@@ -100,8 +101,21 @@ def global_pool(x, table, block, size, mode):
     if not cuda.serves(x):
         return None
     rows = cuda._rows(x)
-    facts = (*_facts(x, table, block, size), mode)
+    facts = (*_facts(x, table, block, size), (1, 1), mode)
     return _run(_prepare_global_pool, facts, rows, table, (table.batch, rows.shape[3]))
+
+
+def adaptive_pool(x, table, block, size, windows, mode):
+    """Reduce windows of each image, ``[M, C, *block]`` to ``[N, C, *windows]``, or return None.
+
+    As :func:`global_pool` does whole images; mode is mean or max.
+    """
+    if not cuda.serves(x) or math.prod(windows) > _MOST_WINDOWS:
+        return None
+    rows = cuda._rows(x)
+    facts = (*_facts(x, table, block, size), windows, mode)
+    out = _run(_prepare_global_pool, facts, rows, table, (table.batch, *windows, rows.shape[3]))
+    return None if out is None else out.permute(0, 3, 1, 2)
 
 
 def interpolate(x, table, block, size, to, mode, steps):
@@ -178,8 +192,8 @@ def _prepare_avg_pool(*facts, settled):
 def _prepare_global_pool(*facts, settled):
     from ...block_sparse.stack.stack_pool_launch import pools_at_once, prepare_stack_global_pool
 
-    *sizes, mode = facts
-    pool = _describe(*sizes)
+    *sizes, windows, mode = facts
+    pool = _describe(*sizes, windows=windows)
     launch = prepare_stack_global_pool(pool, mode, settled)
     return launch and (launch, pools_at_once(pool))
 

@@ -305,21 +305,37 @@ def _counts(cell, length, kernel, stride, pad, size, include):
 
 @handles("adaptive_avg_pool2d", "_adaptive_avg_pool2d")
 def adaptive_avg_pool2d(func, input, output_size):
-    """Average whole images; other sizes are computed on the image."""
-    sizes = two(output_size)
-    if not is_image(input) or sizes not in ((1, 1),):
+    """Average whole images, or windows of them by a kernel; without one, on the image."""
+    if not is_image(input):
         return NotImplemented
-    return global_mean(input, (2, 3), True)
+    if two(output_size) == (1, 1):
+        return global_mean(input, (2, 3), True)
+    return _adaptive_pool(input, output_size, "mean")
 
 
 @handles("adaptive_max_pool2d")
 def adaptive_max_pool2d(func, input, output_size, return_indices=False):
-    """Take the maximum of whole images; other sizes, and places, are found on the image."""
-    if func is not F.adaptive_max_pool2d or not is_image(input) or two(output_size) != (1, 1):
+    """Take the maximum of whole images, or of windows by a kernel; find places on the image."""
+    if func is not F.adaptive_max_pool2d or not is_image(input) or return_indices:
         return NotImplemented
-    if return_indices:
+    if two(output_size) == (1, 1):
+        return global_maximum(input)
+    return _adaptive_pool(input, output_size, "max")
+
+
+def _adaptive_pool(x, output_size, mode):
+    """Pool windows of the images, or return NotImplemented where no kernel does."""
+    table, block, size, _, _ = T.facts(x)
+    windows = tuple(
+        n if out is None else out for out, n in zip(two(output_size), size, strict=True)
+    )
+    if table.whole or min(windows) < 1:
         return NotImplemented
-    return global_maximum(input)
+    pooled = cuda_pool.adaptive_pool(T.value_of(x), table, block, size, windows, mode)
+    if pooled is None:
+        return NotImplemented
+    table.reduced = table.reduced or "an adaptive pooling"
+    return pooled
 
 
 def _is_whole(x, kernel, pads):
