@@ -127,7 +127,7 @@ def test_global_pool(on_shim, mode, dtype, sizes, shuffled):
 def test_adaptive_pool(on_shim, mode, dtype, sizes, windows):
     """Windows of whole blocks and of parts of them, some of which lie in two windows."""
     channels, block, size = sizes
-    blocks, table, x, _ = drawn(dtype, channels, block, size)
+    _, table, x, _ = drawn(dtype, channels, block, size)
     image = by_numpy(sb.stack_to_image, x.astype(np.float64), table)
     reduce = np.mean if mode == "mean" else np.max
     each = [[(i * n // p, -(-(i + 1) * n // p)) for i in range(p)]

@@ -277,25 +277,41 @@ def asked(torch, st, monkeypatch):
         return prepare_windows(facts, sb.stack_avg_pool, **counting)
 
     def prepare_global_pool(*facts, settled):
-        at, (mode,) = pool_at(facts)
+        at, (windows, mode) = pool_at(facts)
 
         def launch(x, counts, indices, places, out):
-            names.append("stack_global_pool")
-            y = sb.stack_global_pool(*at(x, counts, indices, places), mode=mode)
-            out.copy_(torch.from_numpy(y))
+            given = at(x, counts, indices, places)
+            if windows == (1, 1):
+                names.append("stack_global_pool")
+                y = torch.from_numpy(sb.stack_global_pool(*given, mode=mode))
+            else:
+                names.append("windows of images")
+                image = torch.from_numpy(sb.stack_to_image(*given)).permute(0, 3, 1, 2)
+                kind = {"mean": "avg", "max": "max"}[mode]
+                pool = getattr(torch.nn.functional, f"adaptive_{kind}_pool2d")
+                y = pool(image, windows).permute(0, 2, 3, 1)
+            out.copy_(y)
 
         return launch, True
 
     def prepare_interpolate(*facts, settled):
-        at, (to, mode, steps) = pool_at(facts)
+        at, (to, mode, steps, of_images) = pool_at(facts)
         rows, size = facts[1], facts[6]
+        new = [round(n / s) for n, s in zip(size, steps, strict=True)]
+        if mode == "bilinear corners":
+            new = [round((n - 1) / s) + 1 for n, s in zip(size, steps, strict=True)]
+
+        def interpolate_images(x, counts, indices, places, out):
+            names.append("images interpolated")
+            options = {"mode": mode.split()[0], "align_corners": mode.endswith("corners")}
+            image = torch.nn.functional.interpolate(x.permute(0, 3, 1, 2), new, **options)
+            image = np.ascontiguousarray(image.permute(0, 2, 3, 1).numpy())
+            y = sb.stack_from_image(image, stage(counts, indices, places, to, tuple(new)))
+            out.copy_(torch.from_numpy(y))
 
         def launch(x, counts, indices, places, out):
             names.append("stack_interpolate")
             values, table = at(x, counts, indices, places)
-            new = [round(n / s) for n, s in zip(size, steps, strict=True)]
-            if mode == "bilinear corners":
-                new = [round((n - 1) / s) + 1 for n, s in zip(size, steps, strict=True)]
             factor = [t / b for t, b in zip(to, table.block_size, strict=True)]
             y = sb.stack_interpolate(
                 values, table, scale_factor=tuple(factor), size=tuple(new), mode=mode.split()[0],
@@ -304,7 +320,7 @@ def asked(torch, st, monkeypatch):
             assert len(y) == rows
             out.copy_(torch.from_numpy(y))
 
-        return launch, True
+        return interpolate_images if of_images else launch, True
 
     def prepare_concat(
         rows, block, channels, itemsize, unfolded, enlarged, factors, pitches, alignment

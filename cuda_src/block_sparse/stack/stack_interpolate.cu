@@ -2,7 +2,7 @@
 //   y[m, p, q, c] = x at (s(p), s(q)) of the image of block m, c,   s(p) = (p + before) * step - after
 // with p and q counted from the corner of the image, and s clamped to it: the pixel at floor(s), or the mean of the two
 // pixels around s along each axis, in the shares of their nearness. Pixels in no active block are 0. Rows that are no
-// block are 0; rows past the count are not written, or become 0.
+// block are 0; rows past the count are not written, or become 0. With IMAGES x is not a stack, but small images.
 // Source: PyTorch's interpolate on images that are 0 outside of the active blocks. Positions are in float, as there.
 // Python: sbnet_cupy/block_sparse/stack/stack_interpolate.py
 // Launch: persistent grid of 256 threads; a thread block takes tiles of `lines` x `columns` pixels of y, 256 at most;
@@ -150,9 +150,9 @@ __global__ void __launch_bounds__(THREADS, 4)
     }
 }
 
-template <typename T, typename V, bool LINEAR>
+template <typename T, typename V, bool LINEAR, bool IMAGES>
 __global__ void __launch_bounds__(THREADS, 3)
-    stack_interpolate(const V* __restrict__ x,             // [M, bh, bw, width]
+    stack_interpolate(const V* __restrict__ x,             // [M, bh, bw, width], or [N, H, W, width]
                       const int* __restrict__ bin_counts,   // [1]
                       const int* __restrict__ indices,      // [M, 3]
                       const int* __restrict__ grid,         // [N, GH, GW]
@@ -187,6 +187,10 @@ __global__ void __launch_bounds__(THREADS, 3)
 #pragma unroll
                 for (int s = 0; s < SIDE; ++s) {
                     const int h = r ? down.high : down.low, w = s ? across.high : across.low;
+                    if constexpr (IMAGES) {
+                        its.from[r][s] = block.n < 0 ? -1 : (block.n * narrow(H) + h) * narrow(W) + w;
+                        continue;
+                    }
                     const int hi = h / old_h, wi = w / old_w, row = table.row(block.n, hi, wi);
                     its.from[r][s] = row < 0 ? -1 : (row * old_h + h - hi * old_h) * old_w + w - wi * old_w;
                 }

@@ -145,7 +145,9 @@ _LEAST_LINES = 4  # of a tile: with fewer, most of it are old lines
 _MOST_SHARED = 48 * 1024  # bytes of a tile, so that a multiprocessor holds four
 
 
-def prepare_stack_interpolate(pool, mode, steps, settled=False, clear_rows=True):
+def prepare_stack_interpolate(
+    pool, mode, steps, settled=False, clear_rows=True, of_images=False
+):
     """Return the launch that interpolates, in float32, or None where sizes are too large.
 
     Parameters
@@ -157,13 +159,15 @@ def prepare_stack_interpolate(pool, mode, steps, settled=False, clear_rows=True)
         the first and last pixels.
     steps : (float, float)
         How many pixels of x there are for each of out, along both axes.
+    of_images : bool
+        Whether x is not a stack, but images ``[N, H, W, C]``.
 
     The launch takes x, bin_counts, active_block_indices, grid and out.
     """
     if not pool.fits:
         return None
     numbers = (*map(float, steps), *_OFFSETS[mode])
-    if mode.startswith("bilinear"):
+    if mode.startswith("bilinear") and not of_images:
         launch = _prepare_lines(pool, numbers, settled, clear_rows)
         if launch is not None:
             return launch
@@ -177,7 +181,7 @@ def prepare_stack_interpolate(pool, mode, steps, settled=False, clear_rows=True)
     return kernels.prepare(
         "block_sparse/stack/stack_interpolate",
         "stack_interpolate",
-        (pool.element, f"Bytes<{pool.vector}>::type", mode.startswith("bilinear")),
+        (pool.element, f"Bytes<{pool.vector}>::type", mode.startswith("bilinear"), of_images),
         pool.rows * -(-height // lines) * -(-width // columns),
         kernels.THREADS,
         5,

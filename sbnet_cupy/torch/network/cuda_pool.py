@@ -126,9 +126,30 @@ def interpolate(x, table, block, size, to, mode, steps):
     if not cuda.serves(x):
         return None
     rows = cuda._rows(x)
-    facts = (*_facts(x, table, block, size), to, mode, steps)
+    facts = (*_facts(x, table, block, size), to, mode, steps, False)
     out = _run(_prepare_interpolate, facts, rows, table, (rows.shape[0], *to, rows.shape[3]))
     return None if out is None else out.permute(0, 3, 1, 2)
+
+
+def interpolate_images(x, table, to, mode, steps):
+    """Interpolate images ``[N, C, h, w]`` at the active blocks by one kernel, or return None.
+
+    To blocks of ``to`` pixels; ``steps`` as of :func:`interpolate`.
+    """
+    if not cuda.serves(x) or x.data_ptr() % 16:
+        return None
+    rows, size = cuda._rows(x), tuple(x.shape[2:])
+    facts = (x.dtype, table.rows, table.batch, table.grid, x.shape[1], size, size)
+    facts += (to, mode, steps, True)
+    out = _run(_prepare_interpolate, facts, rows, table, (table.rows, *to, x.shape[1]))
+    return None if out is None else out.permute(0, 3, 1, 2)
+
+
+def step(old, new, scale=None, corners=False):
+    """Return the old pixels for each new one along an axis; ``scale`` may be what was asked for."""
+    if corners:
+        return (old - 1) / (new - 1) if new > 1 else 0.0
+    return 1 / scale if scale else old / new
 
 
 def _facts(x, table, block, size):
@@ -201,6 +222,7 @@ def _prepare_global_pool(*facts, settled):
 def _prepare_interpolate(*facts, settled):
     from ...block_sparse.stack.stack_interpolate import prepare_stack_interpolate
 
-    *sizes, to, mode, steps = facts
+    *sizes, to, mode, steps, of_images = facts
     pool = _describe(*sizes, block_out=to)
-    return _plain(prepare_stack_interpolate(pool, mode, steps, settled, clear_rows=False))
+    options = {"clear_rows": False, "of_images": of_images}
+    return _plain(prepare_stack_interpolate(pool, mode, steps, settled, **options))

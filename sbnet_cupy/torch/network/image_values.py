@@ -4,7 +4,8 @@ Squeeze and excitation pools each image, ``[N, C, 1, 1]``, multiplies it by two 
 the stack by the result; a classifier multiplies it by a large one. PyTorch runs several kernels for
 a product of few rows, its bias and an activation. An :class:`ImageValues` stands for a tensor, by
 which products with it are known; a product waits for the batch norm and the activation after it.
-Spatial pyramids interpolate it to an image, all of whose pixels are the same: there is one of them.
+Spatial pyramids pool few windows of each image, too, and interpolate what they make of them to an
+image: it is interpolated where it is read, in the active blocks; of one pixel there is only that.
 """
 
 import threading
@@ -16,10 +17,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .._dispatch_state import plainly as without_subclass
 from .._dispatch_state import without_memory
-from . import casts, cuda, cuda_affine
+from . import casts, cuda, cuda_affine, cuda_pool
+from .epilogue import finish
 from .handlers import is_of_shape
 
 _MOST_IMAGES = 8  # each reads the matrix again
+_MOST_VALUES = 64  # of a channel, where images have several
+_MOST_READ = 1 << 24  # bytes of a matrix that these read again and again
 _ACTIVATIONS = {  # whose results are such values again, by the names of epilogue.py
     F.relu: "relu", torch.relu: "relu", F.silu: "silu", F.relu6: "relu6", F.gelu: "gelu",
     F.hardswish: "hardswish", F.hardsigmoid: "hardsigmoid", torch.sigmoid: "sigmoid",
@@ -74,19 +78,20 @@ def held(values):
 
 
 class ImageValues(torch.Tensor):
-    """Stands for ``plain``, a tensor of a value for each channel of each image; has no memory.
+    """Stands for ``plain``, a tensor of few values for each channel of each image; has no memory.
 
     ``product`` is (x, weight, bias, activation) where the tensor is still to be computed; there is
     only its ``shape`` then. It is computed at the end of a call at the latest, with the weights as
-    they are when it is. Where ``plain`` has one pixel and ``shape`` has more, all are like it, and
-    the tensor is made when it is read. Functions get the tensor itself, whether PyTorch passes them
-    on or they are called below its functions, in a scripted function, say.
+    they are when it is. Where ``shape`` has more pixels than ``plain``, they are interpolated when
+    they are read: bilinearly, with corners that are ``aligned`` or not; of one pixel all are like
+    it. Functions get the tensor itself, whether PyTorch passes them on or they are called below its
+    functions, in a scripted function, say.
     """
 
     _layer = None  # of a convolution that waits: its weight and bias, and to what they are cast
 
     @staticmethod
-    def __new__(cls, plain, weights, product=None, shape=None, read=None):
+    def __new__(cls, plain, weights, product=None, shape=None, read=None, aligned=None):
         """Make one of a tensor, or of a product and its shape; ``weights`` are those of the call.
 
         ``read`` is shared by those of the same memory: [whether a view of it was given out].
@@ -95,7 +100,7 @@ class ImageValues(torch.Tensor):
         shape = tuple(like.shape if shape is None else shape)
         self = without_memory(cls, shape, like.dtype, like.device, False)
         self._plain, self._product, self._shape, self._weights = plain, product, shape, weights
-        self._read = [False] if read is None else read
+        self._read, self._aligned = [False] if read is None else read, aligned
         if product is not None or shape != like.shape:
             _WAITING.append(self)
         return self
@@ -103,13 +108,22 @@ class ImageValues(torch.Tensor):
     def compute(self):
         """Return the tensor; compute the product that waits, or make the pixels, if need be."""
         if self._product is not None:
-            (x, *more), self._product = self._product, None
-            self._plain = torch.empty(self._shape, dtype=x.dtype, device=x.device)
-            cuda_affine.image_linear(x, *more, self._plain)
+            product, self._product = self._product, None
+            self._plain = _multiplied(*product, self._shape)
         elif self._plain.shape != self._shape:
-            self._plain = self._plain.expand(self._shape).contiguous()
+            self._plain = self._enlarged()
         return self._plain
 
+    def _enlarged(self):
+        if self._plain.shape[2:] == (1, 1):
+            return self._plain.expand(self._shape).contiguous()
+        options = {"mode": "bilinear", "align_corners": self._aligned}
+        return F.interpolate(self._plain, self._shape[2:], **options).contiguous()
+
+    @property
+    def is_larger(self):
+        """Whether there is a tensor of fewer pixels than this stands for."""
+        return self._product is None and self._plain.shape != self._shape
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -177,8 +191,37 @@ def plainly(x):
 
 def expanded(x):
     """Return an image of pixels that are all the same as a view of one; anything else as it is."""
-    waits = type(x) is ImageValues and x._product is None and x._plain.shape != x._shape
-    return x._plain.expand(x._shape) if waits else x
+    is_one = type(x) is ImageValues and x.is_larger and x._plain.shape[2:] == (1, 1)
+    return x._plain.expand(x._shape) if is_one else x
+
+
+def at_blocks(x, table, block, size):
+    """Return an image of this size that is to be interpolated as a stack; None of anything else."""
+    if type(x) is not ImageValues or not x.is_larger or x._plain.shape[2:] == (1, 1):
+        return None
+    if (x._shape[0], *x._shape[2:]) != (table.batch, *size) or table.whole:
+        return None
+    corners = (x._aligned,) * 2
+    steps = tuple(map(cuda_pool.step, x._plain.shape[2:], size, (None, None), corners))
+    mode = "bilinear corners" if x._aligned else "bilinear"
+    return cuda_pool.interpolate_images(x._plain, table, block, mode, steps)
+
+
+def _rows(x):
+    """Return values as ``[values, C]``, a view, or None where they lie in another order."""
+    x = x.permute(0, 2, 3, 1) if x.dim() == 4 else x
+    return x.flatten(0, -2) if x.is_contiguous() else None
+
+
+def _multiplied(x, weight, bias, activation, shape):
+    """Return ``activation(x @ weight.T + bias)`` for each value of x."""
+    values = x.shape[0] * x.shape[2:].numel()
+    if values > _MOST_IMAGES and values * weight.numel() * weight.element_size() > _MOST_READ:
+        return finish(F.conv2d(x, weight, bias), None, activation)
+    order = torch.channels_last if len(shape) == 4 else torch.contiguous_format
+    y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=order)
+    cuda_affine.image_linear(_rows(x), weight, bias, activation, _rows(y))
+    return y
 
 
 def image_values(pooled, table):
@@ -191,18 +234,21 @@ def image_values(pooled, table):
         and type(pooled) is torch.Tensor
         and cuda.serves(pooled)
         and 0 < pooled.shape[0] <= _MOST_IMAGES
+        and pooled.shape[0] * pooled.shape[2:].numel() <= _MOST_VALUES
     )
     return ImageValues(pooled, table.weights) if served else pooled
 
 
 def _conv2d(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
-    if type(input) is not ImageValues or input._shape[2:] != (1, 1):
+    if type(input) is not ImageValues or len(input._shape) != 4 or input.is_larger:
         return None
     if type(padding) is str or groups != 1:
         return None
     if tuple(weight.shape[2:]) != (1, 1) or padding not in (0, (0, 0), [0, 0]):
         return None
-    return _product(input, weight, bias, (1, 1))
+    if input._shape[2:] != (1, 1) and stride not in (1, (1, 1), [1, 1]):
+        return None
+    return _product(input, weight, bias, input._shape[2:])
 
 
 def _linear(input, weight, bias=None):
@@ -221,7 +267,7 @@ def _product(x, weight, bias, pixel):
         and casts.after(t.dtype, to) == dtype and t.device == source.device
         for t in given
     )  # fmt: skip
-    fits = fits and source.is_contiguous() and weight.shape[1] == source.shape[1]
+    fits = fits and _rows(source) is not None and weight.shape[1] == source.shape[1]
     fits = fits and (bias is None or tuple(bias.shape) == tuple(weight.shape[:1]))
     if not fits or cuda.records(source, *given):
         return None
@@ -268,17 +314,20 @@ def _interpolate(
     input, size=None, scale_factor=None, mode="nearest", align_corners=None,
     recompute_scale_factor=None, antialias=False,
 ):  # fmt: skip
-    """Return an image all of whose pixels are that of the input, or None for any other."""
-    if type(input) is not ImageValues or input._shape[2:] != (1, 1) or antialias:
+    """Return an image that is made of the input where it is read, or None for any other."""
+    if type(input) is not ImageValues or len(input._shape) != 4 or input.is_larger or antialias:
         return None
     given = isinstance(size, (tuple, list)) and len(size) == 2
     given = given and all(type(n) is int and n > 0 for n in size)
-    known = mode == "bilinear" or (mode == "nearest" and align_corners is None)
+    is_one = input._shape[2:] == (1, 1)
+    known = mode == "bilinear" or (is_one and mode == "nearest" and align_corners is None)
     if not given or not known or scale_factor is not None or recompute_scale_factor:
         return None
     plain = input.compute()
     plain = plain.to(casts.dtype_in(plain, F.interpolate, None, 2.0, mode))
-    return _seen(ImageValues(plain, input._weights, shape=(*plain.shape[:2], *size)), input)
+    shape = (*plain.shape[:2], *size)
+    image = ImageValues(plain, input._weights, shape=shape, aligned=bool(align_corners))
+    return _seen(image, input)
 
 
 def _activation(name, input, inplace=False, **more):

@@ -10,7 +10,7 @@ from . import aliases, casts, epilogue, left, unread
 from . import tensor as T
 from .ends import rest_of, with_rest
 from .handlers import ACTIVATIONS, HANDLERS, KEEP_REST, handles
-from .image_values import expanded, plainly
+from .image_values import at_blocks, expanded, plainly
 from .plans import AffinePlan, Plan
 
 _UNARY = """
@@ -167,6 +167,9 @@ def conform(a, like, broadcasts=True):
             return None
         value = T.value_of(a)
         return value if b == block else table.compute(table.gather, T.dense(a), block, hw)
+    spread = at_blocks(a, table, block, size) if hw == (2, 3) else None
+    if spread is not None:
+        return spread
     a = expanded(a)
     aliases.note_order(a, table)
     if a.dim() == 0 or a.dim() <= dims - hw[0]:

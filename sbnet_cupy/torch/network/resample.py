@@ -59,7 +59,7 @@ def interpolate(
 def _resized(value, table, block, old, to, new, scales, mode, align_corners):
     """Interpolate a stack of images of the size ``old``, in blocks ``block``."""
     how = "bilinear corners" if align_corners else mode
-    steps = tuple(map(_step, old, new, scales, (how == "bilinear corners",) * 2))
+    steps = tuple(map(cuda_pool.step, old, new, scales, (how == "bilinear corners",) * 2))
     taken = cuda_pool.interpolate(value, table, block, old, to, how, steps)
     if taken is not None:
         return taken
@@ -131,13 +131,6 @@ def _sizes(old, size, scale, recompute):
     return new, (None, None) if recompute else tuple(map(float, scale))
 
 
-def _step(old, new, scale, corners):
-    """Return the old pixels for each new one along an axis."""
-    if corners:
-        return (old - 1) / (new - 1) if new > 1 else 0.0
-    return 1 / scale if scale else old / new
-
-
 def _anywhere(x, table, block, old, to, new, scales, mode, corners):
     """Interpolate by gathering the pixels around each place."""
     precise = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -172,7 +165,7 @@ def _places(cell, length, old, new, scale, mode, corners, dtype):
     """Return for each output pixel of a block the two pixels that it lies between, and how far."""
     at = cell[:, None] * length + torch.arange(length, device=cell.device)
     at = at.clamp(max=new - 1).to(dtype)
-    step = _step(old, new, scale, mode == "bilinear" and corners)
+    step = cuda_pool.step(old, new, scale, mode == "bilinear" and corners)
     step = torch.tensor(step, dtype=dtype).item()
     if mode == "bilinear" and corners:
         source = at * step

@@ -335,7 +335,7 @@ def _adaptive_pool(x, output_size, mode):
     if pooled is None:
         return NotImplemented
     table.reduced = table.reduced or "an adaptive pooling"
-    return pooled
+    return image_values(pooled, table)
 
 
 def _is_whole(x, kernel, pads):
