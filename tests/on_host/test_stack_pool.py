@@ -120,38 +120,6 @@ def test_global_pool(on_shim, mode, dtype, sizes, shuffled):
                      dtype=stack_cases.sum_dtype(dtype))  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "mode, dtype, sizes, windows",
-    thinned_pairs(8, ["mean", "max"], DTYPES, IMAGES, [(2, 2), (3, 6), (1, 4), (7, 2)]), ids=str,
-)
-def test_adaptive_pool(on_shim, mode, dtype, sizes, windows):
-    """Windows of whole blocks and of parts of them, some of which lie in two windows."""
-    channels, block, size = sizes
-    _, table, x, _ = drawn(dtype, channels, block, size)
-    image = by_numpy(sb.stack_to_image, x.astype(np.float64), table)
-    reduce = np.mean if mode == "mean" else np.max
-    each = [[(i * n // p, -(-(i + 1) * n // p)) for i in range(p)]
-            for n, p in zip(size, windows, strict=True)]  # fmt: skip
-    expected, magnitude = (
-        np.stack([np.stack([reduce(a[:, h0:h1, w0:w1], (1, 2)) for w0, w1 in each[1]], 1)
-                  for h0, h1 in each[0]], 1)
-        for a in (image, abs(image))
-    )  # fmt: skip
-    pool = stack_pool_launch.StackPool(
-        cpp_name(dtype, "x"), dtype.itemsize, table.capacity, table.batch, table.grid.shape[1:],
-        channels, block, size, windows=windows, alignment=math.gcd(16, channels * dtype.itemsize),
-    )  # fmt: skip
-    y = np.full(expected.shape, 7, dtype)
-    run = stack_pool_launch.prepare_stack_global_pool(pool, mode)
-    run(x, table.bin_counts, table.active_block_indices, table.grid, y)
-    if mode == "max":
-        assert_same(y.astype(np.float64), expected, signed_zero=False)
-    else:
-        pixels = math.prod(max(b - a for a, b in side) for side in each)
-        assert_close(y, expected, terms=pixels + 1, magnitude=magnitude,
-                     dtype=stack_cases.sum_dtype(dtype))  # fmt: skip
-
-
 def test_global_maximum_of_full_images_may_be_negative(on_shim):
     x = np.full((4, 2, 2, 8), -2, FLOAT32)
     x[0, 1, 1, 3] = np.nan
