@@ -40,6 +40,31 @@ def test_max_pool(on_shim, pool, dilation, dtype, sizes):
     assert_same(in_the_image(y, after), in_the_image(expected, after), signed_zero=False)
 
 
+@pytest.mark.parametrize("kernel", [(2, 2), (3, 3), (3, 6)])
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+def test_max_pool_of_images_with_zeros_around(on_shim, dtype, kernel):
+    """Numbers below 0 at the border of the image are less than what is around it."""
+    _, table, x, _ = drawn(dtype, 8, (4, 2), (13, 9))
+    x = -abs(x)
+    padding = tuple((k // 2, (k - 1) // 2) for k in kernel)
+    window = {"kernel": kernel, "strides": 1, "padding": padding}
+    image = by_numpy(sb.stack_to_image, x, table)
+    wide = np.pad(image.astype(np.float64), ((0, 0), *window["padding"], (0, 0)))
+    shape = wide.shape[1] - kernel[0] + 1, wide.shape[2] - kernel[1] + 1
+    taps = [wide[:, r : r + shape[0], s : s + shape[1]] for r, s in np.ndindex(kernel)]
+    expected = by_numpy(sb.stack_from_image, np.max(taps, axis=0), table)
+    found = resolve_pool(x, table, kernel, 1, window["padding"], 1, False)
+    pool = stack_pool_launch.StackPool(
+        cpp_name(dtype, "x"), dtype.itemsize, table.capacity, table.batch, table.grid.shape[1:], 8,
+        (4, 2), table.image_size, (4, 2), found.kernel, found.strides, found.dilation, found.pads,
+    )  # fmt: skip
+    y = np.full(x.shape, 7, dtype)
+    run = stack_pool_launch.prepare_stack_max_pool(pool, zeros_around=True)
+    run(x, table.bin_counts, table.active_block_indices, table.grid, y)
+    actual, expected = (in_the_image(a, table) for a in (y.astype(np.float64), expected))
+    assert_same(actual, expected, signed_zero=False)
+
+
 @pytest.mark.parametrize("kernel", [(3, 3), (5, 5), (9, 1), (1, 10), (9, 13)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_windows_over_many_blocks(on_shim, kernel, dtype):

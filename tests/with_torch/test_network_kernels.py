@@ -48,7 +48,12 @@ POOLS = {
     "max 2 ceil": ("stack_max_pool", lambda x: pool(x, 2, ceil_mode=True)),
     "max 5": ("stack_max_pool", lambda x: pool(x, 5, 1, 2)),
     "max dilated": ("stack_max_pool", lambda x: pool(x, 3, 1, 1, 2)),
-    "max padded": ("halo zero", lambda x: pool(torch.nn.functional.pad(x, (1, 1, 1, 1)), 3, 2)),
+    "max padded": (
+        "maxima with zeros around", lambda x: pool(torch.nn.functional.pad(x, (1, 1, 1, 1)), 3, 2)
+    ),
+    "max 2 padded before": (
+        "maxima with zeros around", lambda x: pool(torch.nn.functional.pad(x, (1, 0, 1, 0)), 2, 1)
+    ),
     "avg 2": ("stack_avg_pool", lambda x: mean(x, 2)),
     "avg 3": ("stack_avg_pool", lambda x: mean(x, 3, 2, 1)),
     "avg 3 ceil": ("stack_avg_pool", lambda x: mean(x, 3, 2, 0, True)),

@@ -18,6 +18,7 @@ struct Pooling {
     int ph, pw;                // block of the coarse stage
     int R, S, SH, SW, DH, DW;  // window, strides, dilation
     int top, left, bottom, right;
+    int outside = OUTSIDE;  // what pixels around the image are
 };
 
 // A vector of y: of pixel (p, q) of the block in a row of the stack.
@@ -51,7 +52,7 @@ struct Windows {
         const int row = static_cast<int>(row0) + rows;
         return Pooled{row, p, in_block - p * g.pw, v - pixels * g.width, table.block(row)};
     }
-    // The pixel of x at (y, x) from the corner of a block, or IN_NO_BLOCK, or OUTSIDE.
+    // The pixel of x at (y, x) from the corner of a block, or IN_NO_BLOCK, or what pixels around the image are.
     DEVICE int find(const Pooled& to, int y, int x) const {
         const int dh = down.of(y + above * g.bh) - above, dw = across.of(x + beside * g.bw) - beside;
         const int hi = to.block.hi + dh, wi = to.block.wi + dw;
@@ -60,7 +61,7 @@ struct Windows {
         int row = to.row;
         if (dh != 0 || dw != 0) row = table.row(inside ? to.block.n : -1, hi, wi);  // most windows lie in one block
         const int pixel = (row * g.bh + y - dh * g.bh) * g.bw + x - dw * g.bw;
-        return !inside ? OUTSIDE : row < 0 ? IN_NO_BLOCK : pixel;
+        return !inside ? g.outside : row < 0 ? IN_NO_BLOCK : pixel;
     }
 };
 

@@ -91,10 +91,10 @@ class StackPool(NamedTuple):
         return max(sizes) <= _MOST_PIXELS and max(self.image) <= _LARGEST and pixels < 2**31
 
 
-def prepare_stack_max_pool(pool, settled=False, clear_rows=True):
-    """Return the launch of a max pooling, or None."""
+def prepare_stack_max_pool(pool, settled=False, clear_rows=True, zeros_around=False):
+    """Return the launch of a max pooling, or None; zeros around the image may count, too."""
     (top, _), (left, _) = pool.pads
-    numbers = (*pool.strides, *pool.dilation, top, left)
+    numbers = (*pool.strides, *pool.dilation, top, left, int(zeros_around))
     return _prepare_windows("stack_max_pool", pool, numbers, settled, clear_rows)
 
 

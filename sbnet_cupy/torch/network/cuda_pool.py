@@ -16,10 +16,13 @@ _MOST_WINDOWS = 64  # of an image that thread blocks pool by themselves; more ha
 
 
 def max_pool(x, table, window):
-    """Take the maximum of the pixels of the image in each window by one kernel, or return None."""
-    if not _is_plain(window):
+    """Take the maximum of the pixels of each window by one kernel, or return None.
+
+    Those around the image count where they were padded with zeros before.
+    """
+    if not _is_plain(window, (None, 0)):
         return None
-    return _pool_windows(x, table, window, _prepare_max_pool)
+    return _pool_windows(x, table, window, _prepare_max_pool, window.fill is not None)
 
 
 def chooses(x, table, window):
@@ -71,10 +74,10 @@ def _prepare_choice(*facts):
     return forward and (forward, stack_pool_launch.prepare_stack_max_pool_grad(pool))
 
 
-def _is_plain(window):
-    """Whether every window has a pixel of the image, and no other number is at its border."""
+def _is_plain(window, fills=(None,)):
+    """Whether every window has a pixel of the image, and around it is one of ``fills``."""
     sizes = zip(window.size, window.kernel, window.dilation, strict=True)
-    return window.fill is None and not any(d > 1 and n <= d * (k - 1) for n, k, d in sizes)
+    return window.fill in fills and not any(d > 1 and n <= d * (k - 1) for n, k, d in sizes)
 
 
 def avg_pool(x, table, window, count_include_pad, divisor):
@@ -197,7 +200,9 @@ def _describe_windows(*facts):
 def _prepare_max_pool(*facts, settled):
     from ...block_sparse.stack.stack_pool_launch import prepare_stack_max_pool
 
-    return _plain(prepare_stack_max_pool(_describe_windows(*facts), settled, clear_rows=False))
+    *sizes, zeros_around, kernel, strides, dilation, pads = facts
+    pool = _describe_windows(*sizes, kernel, strides, dilation, pads)
+    return _plain(prepare_stack_max_pool(pool, settled, False, zeros_around))
 
 
 def _prepare_avg_pool(*facts, settled):
