@@ -35,6 +35,9 @@ POOLS += [
     ("mean", DTYPES[0], Sizes(64, (4, 4), (128, 128)), (2, 2)),
     ("max", DTYPES[1], Sizes(64, (4, 4), (128, 120)), (2, 3)),
     ("mean", DTYPES[2], Sizes(8, (4, 4), (400, 300)), (2, 1)),
+    # Windows of few pixels, for which more threads take one.
+    ("mean", DTYPES[0], Sizes(2048, (1, 1), (12, 13)), (6, 6)),
+    ("max", DTYPES[1], Sizes(520, (2, 2), (12, 13)), (3, 3)),
 ]
 MODES = ["nearest", "bilinear", "bilinear corners"]
 IMAGES = thinned_pairs(6, MODES, DTYPES, SIZES, [(2, 2), (3, 6), (1, 4)])

@@ -13,7 +13,9 @@ nn, F = torch.nn, torch.nn.functional
 class Pyramid(nn.Module):
     """The head of a PSPNet or UPerNet: ``use`` says what is made of the pooled windows."""
 
-    def __init__(self, use=None, sizes=(1, 2, 3, 6), corners=True, pool=F.adaptive_avg_pool2d):
+    def __init__(
+        self, use=None, sizes=(1, 2, 3, 6), corners=True, pool=F.adaptive_avg_pool2d, last=False
+    ):
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Conv2d(3, 16, 3, 2, 1)
@@ -22,18 +24,18 @@ class Pyramid(nn.Module):
         self.norms.apply(networks.random_statistics)
         self.last = nn.Conv2d(16 + 8 * len(sizes), 4, 3, padding=1)
         self.sizes, self.pool, self.use = sizes, pool, use
-        self.how = {"mode": "bilinear", "align_corners": corners}
+        self.how, self.is_last = {"mode": "bilinear", "align_corners": corners}, last
 
     def forward(self, x):
         """Return the convolution of what has been joined."""
         x = F.relu(self.first(x))
-        parts = [x]
+        parts = []
         for n, conv, norm in zip(self.sizes, self.convs, self.norms, strict=True):
             y = F.relu(norm(conv(self.pool(x, n))))
             if self.use:
                 y = self.use(y)
             parts.append(F.interpolate(y, x.shape[2:], **self.how))
-        return self.last(torch.cat(parts, 1))
+        return self.last(torch.cat([*parts, x] if self.is_last else [x, *parts], 1))
 
 
 def called(st, dense, size=(45, 51)):
@@ -48,11 +50,12 @@ def called(st, dense, size=(45, 51)):
     assert_near(result, networks.oracle(dense, x, on, 16, stages), "float32")
 
 
+@pytest.mark.parametrize("last", [False, True], ids=["image first", "image last"])
 @pytest.mark.parametrize("corners", [False, True])
 @pytest.mark.parametrize("pool", [F.adaptive_avg_pool2d, F.adaptive_max_pool2d])
 @torch.no_grad()
-def test_windows_are_read_from_the_blocks(st, asked, corners, pool):
-    called(st, Pyramid(corners=corners, pool=pool))
+def test_windows_are_read_from_the_blocks(st, asked, corners, pool, last):
+    called(st, Pyramid(corners=corners, pool=pool, last=last))
     each = asked[len(asked) // 2 :]
     average = pool is F.adaptive_avg_pool2d
     # One value of an image takes the way of a global pooling; 36 of each of two images are many.

@@ -51,6 +51,8 @@ class PatchPlan(NamedTuple):
             spills = crowded and conv.slowness and (self.patches > 1 or pixels == _SMALL)
             large = pixels > _SMALL
             return spills or conv.channels_out > columns or (large and crowded == several)
+        if crowded and conv.slowness and conv.activation < 0:  # which is followed by a sum
+            return True
         return _has_rest(conv) and crowded and (several or columns > PANEL)
 
     def near_blocks(self, conv):

@@ -36,6 +36,7 @@ _PART = 2048  # pixels of a part of an image, at least
 _MOST_PARTS = 64
 _CLUSTER = 8  # parts that thread blocks of a cluster can put together
 _ENOUGH = 1024  # thread blocks
+_FEW = 256  # thread blocks, about two for each multiprocessor
 
 
 class StackPool(NamedTuple):
@@ -63,8 +64,17 @@ class StackPool(NamedTuple):
 
     @property
     def lanes(self):
-        """Threads of a global pooling that take a pixel together, a vector each: 32 bytes."""
-        return min(max(32 // self.vector, 1), 8, 1 << max(self.vectors - 1, 0).bit_length())
+        """Threads of a global pooling that take a pixel together, a vector each: 32 bytes.
+
+        More where windows have few pixels, as long as there are thread blocks enough.
+        """
+        most = 1 << max(self.vectors - 1, 0).bit_length()
+        lanes = min(max(32 // self.vector, 1), 8, most)
+        if self.windows == (1, 1):
+            return lanes
+        while lanes < min(most, 32) and self.results * self.vectors >= _FEW * 2 * lanes:
+            lanes *= 2
+        return lanes
 
     @property
     def parts(self):

@@ -20,6 +20,7 @@ from .._dispatch_state import without_memory
 from . import casts, cuda, cuda_affine, cuda_pool
 from .epilogue import finish
 from .handlers import is_of_shape
+from .tensor import StackTensor
 
 _MOST_IMAGES = 8  # each reads the matrix again
 _MOST_VALUES = 64  # of a channel, where images have several
@@ -127,7 +128,9 @@ class ImageValues(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        """Run a function of PyTorch that was called with one."""
+        """Run a function of PyTorch that was called with one; activations have their own way."""
+        if StackTensor in types:
+            return NotImplemented
         kwargs = kwargs or {}
         if is_of_shape(func):
             return without_subclass(func, *args, **kwargs)
