@@ -123,3 +123,26 @@ def test_enlarged_windows_are_images(st, asked, function):
     if function == "both":  # the gate is an image of its own, which is not 0 anywhere
         results = results[0], results[1] * mask[:, None]
     assert_near(results, expected, "float32")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "dense",
+    [
+        Pyramid(), Pyramid(corners=False, last=True), Pyramid(pool=F.adaptive_max_pool2d),
+        Gate(GATES["sum"]), Gate(GATES["product"]),
+    ],
+    ids=["corners", "image last", "maxima", "sum", "product"],
+)  # fmt: skip
+@torch.no_grad()
+def test_pyramids_on_a_gpu(st, require, dense):
+    """In float32, products in tf32 off: as the oracle is."""
+    require("gpu")
+    dense = dense.cuda().eval()
+    x = torch.randn(1, 3, 48, 80, device="cuda")
+    on, mask = (t.cuda() for t in networks.blocks((1, 48, 80), 16, 0.5, seed=3))
+    sparse, stages = st.sparsify(dense, 16), {(48, 80): 16, (24, 40): 8}
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        expected = networks.oracle(dense, x, on, 16, stages)
+        for _ in range(3):
+            assert_near(sparse(x, mask), expected, "float32")
