@@ -135,13 +135,16 @@ __global__ void __launch_bounds__(POOL_THREADS, 2)
         for (i64 place0 = first; place0 < last; place0 += CHUNK) {
             int found[EACH];
             const i64 begin = place0 + threadIdx.x * EACH;
-            int hi = narrow(divide(begin, across)), wi = narrow(begin - static_cast<i64>(hi) * across), active = 0;
+            if constexpr (!WINDOWS)  // the blocks of a whole image lie in a row, so that they are loaded at once
 #pragma unroll
-            for (int e = 0, line = hi, column = wi; e < EACH; ++e) {
-                const i64 place = WINDOWS ? line * GW + column : begin + e;  // a whole image has its blocks in a row
-                found[e] = begin + e < last ? blocks[place] : -1;
-                if (++column == across) column = 0, ++line;
-            }
+                for (int e = 0; e < EACH; ++e) found[e] = begin + e < last ? blocks[begin + e] : -1;
+            int hi = narrow(divide(begin, across)), wi = narrow(begin - static_cast<i64>(hi) * across), active = 0;
+            if constexpr (WINDOWS)
+#pragma unroll
+                for (int e = 0, line = hi, column = wi; e < EACH; ++e) {
+                    found[e] = begin + e < last ? blocks[line * GW + column] : -1;
+                    if (++column == across) column = 0, ++line;
+                }
             Listed its[EACH];
 #pragma unroll
             for (int e = 0; e < EACH; ++e) {
