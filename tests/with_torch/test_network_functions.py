@@ -1,5 +1,7 @@
 """Every function that a StackTensor knows, and some that it does not, against the oracle."""
 
+import copy
+
 import numpy as np
 import pytest
 
@@ -290,19 +292,23 @@ def stages(size, block):
 @pytest.mark.parametrize("name", [*STACK, *IMAGE])
 @torch.no_grad()
 def test_functions(st, name):
-    """On a full mask the dense function; on others the oracle; on the stack and on whole images."""
-    function = STACK.get(name) or IMAGE[name]
-    dense = Call(function)
+    """On a full mask the dense function; on others the oracle; on the stack and on whole images.
+
+    In evaluation the last call has the tape, where there can be one, of a call with more blocks.
+    """
+    dense = Call(STACK.get(name) or IMAGE[name])
     for size, block in (((48, 64), 16), ((45, 51), 16), ((21, 40), 32)):
-        x = weights(2, 4, *size)
-        for share in (1.0, 0.5):
+        x, on_images = weights(2, 4, *size), st.sparsify(dense, block)
+        on_images.break_even = 0.0
+        in_training, in_evaluation = (st.sparsify(copy.deepcopy(dense), block) for _ in range(2))
+        in_training.break_even = in_evaluation.break_even = 2.0
+        in_evaluation.eval()
+        for share in (1.0, 0.75, 0.5):
             on, mask = networks.blocks((2, *size), block, share, seed=3)
             expected = networks.oracle(dense, x, on, block, stages(size, block))
             if share == 1:
                 expected = dense(x)
-            for break_even in (2.0, 0.0):
-                sparse = st.sparsify(dense, block)
-                sparse.break_even = break_even
+            for sparse in (on_images, in_training, in_evaluation):
                 result = sparse(x, mask)
                 assert all(
                     r.shape == e.shape

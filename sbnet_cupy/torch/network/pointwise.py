@@ -188,7 +188,7 @@ def conform(a, like, broadcasts=True):
         one, left = _before_expanded(a, table, hw)
         if left == (1, 1) and (broadcasts or got == size):
             one = one if shape[0] == 1 else table.compute(table.spread, one)
-            return one if broadcasts else _in_each_pixel(one, table, block, hw)
+            return one if broadcasts else table.compute(_in_each_pixel, one, table, block, hw)
         a, got = (one, left) if broadcasts else (a, got)
     shape[0], shape[hw[0]], shape[hw[1]] = table.batch, *size
     return table.compute(table.cut, table.compute(torch.Tensor.expand, a, shape), block, hw)
@@ -198,7 +198,7 @@ def _in_each_pixel(one, table, block, hw):
     """Return a stack all of whose pixels of a row are one: a view."""
     shape = list(one.shape)
     shape[0], shape[hw[0]], shape[hw[1]] = table.rows, *block
-    return table.compute(torch.Tensor.expand, one, shape)
+    return one.expand(shape)
 
 
 def _before_expanded(image, table, hw):
