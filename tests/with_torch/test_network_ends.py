@@ -185,6 +185,11 @@ ACTIVATIONS = {
     "logsigmoid": nn.LogSigmoid(),
     "threshold": nn.Threshold(0.05, -2.0),
     "threshold in place": nn.Threshold(0.05, -2.0, inplace=True),
+    "clamp": lambda x: x.clamp(0, 6),
+    "clamp of one side": lambda x: x.clamp(min=-0.05),
+    "clamp in place": lambda x: x.clip_(max=0.05).clamp_(-0.02, 0.04),
+    "clip": lambda x: torch.clip(x, -0.05, max=0.05),
+    "clamp_min": lambda x: x.clamp_min(-0.05).clamp_max_(0.05),
     "prelu": nn.PReLU(init=0.5),
     "prelu of channels": nn.Sequential(nn.ELU(), nn.PReLU(4, 0.5)),
 }
@@ -294,6 +299,8 @@ MADE = {
     "permute": lambda x: x.permute(0, 2, 3, 1),
     "pad": lambda x: F.pad(x, (1, 1, 1, 1)),
     "cumsum": lambda x: x.cumsum(2),
+    "clamp": lambda x: F.relu(x.clamp(min=torch.zeros(SIZE).double())),
+    "clamp_": lambda x: x.clamp_(torch.zeros(4, 1, 1).double()),
 }
 
 

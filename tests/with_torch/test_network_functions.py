@@ -177,6 +177,7 @@ STACK = {
     "max of channels": lambda x: x.max(1, keepdim=True).values * x,
     "channel statistics": lambda x: torch.cat([x.mean(1, True), x.max(1, True)[0]], 1).sigmoid(),
     "number": lambda x: 1 - x,
+    "bounds": lambda x: x.clamp(-1, 1) + x.clip(min=0.5) * torch.clamp(x, max=0.5),
     "row of an image": lambda x: x + torch.arange(x.shape[3], dtype=torch.float64),
     "number for each image": lambda x: x * BIAS[:2].view(2, 1, 1, 1),
     "prelu": lambda x: F.prelu(x, weights(1)),

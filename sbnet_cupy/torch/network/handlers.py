@@ -36,7 +36,12 @@ _OTHER_ACTIVATIONS = """
     tanhshrink softshrink hardshrink log_sigmoid threshold _threshold threshold_ prelu
 """
 _COPIES = {"clone", "detach", "contiguous"}
-KEEP_REST = {*ACTIVATIONS, "leaky_relu", "leaky_relu_", *_OTHER_ACTIVATIONS.split(), *_COPIES}
+_BOUNDS = {
+    "clamp", "clamp_", "clip", "clip_", "clamp_min", "clamp_min_", "clamp_max", "clamp_max_",
+}  # fmt: skip
+_KEEP_REST = {
+    *ACTIVATIONS, "leaky_relu", "leaky_relu_", *_OTHER_ACTIVATIONS.split(), *_BOUNDS, *_COPIES,
+}  # fmt: skip
 
 # What has no meaning for a tensor whose memory holds blocks. "register_hook" and "grad" have
 # handlers, which take no padding that was put off, and nothing that was kept of an earlier call.
@@ -68,6 +73,16 @@ def is_of_shape(func):
     """Whether a function reads a shape, a dtype or a device, which a tensor without memory has."""
     owner = getattr(func, "__self__", None)  # of an attribute that is read
     return func in _SIZES or getattr(owner, "__name__", None) in _ATTRIBUTES
+
+
+def keeps_rest(name, given):
+    """Whether what a function makes holds, where the input is 0, what it makes of what x holds.
+
+    ``given`` are its arguments after x. Tensors as bounds may differ from pixel to pixel.
+    """
+    if name in _BOUNDS and any(isinstance(bound, torch.Tensor) for bound in given):
+        return False
+    return name in _KEEP_REST
 
 
 @functools.lru_cache(maxsize=4096)

@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_map
 from . import aliases, casts, epilogue, left, unread
 from . import tensor as T
 from .ends import rest_of, with_rest
-from .handlers import ACTIVATIONS, HANDLERS, KEEP_REST, handles
+from .handlers import ACTIVATIONS, HANDLERS, handles, keeps_rest
 from .image_values import at_blocks, expanded, plainly
 from .plans import AffinePlan, Plan
 
@@ -90,10 +90,10 @@ def pointwise(func, *args, **kwargs):
 
 def _rest_after(func, x, *args, **kwargs):
     """Return a function that returns what an activation makes of what x holds outside, or None."""
-    if func.__name__ not in KEEP_REST or "out" in kwargs or not isinstance(x, T.StackTensor):
+    rest = rest_of(x) if isinstance(x, T.StackTensor) and "out" not in kwargs else None
+    if rest is None or not keeps_rest(func.__name__, (*args, *kwargs.values())):
         return None
-    rest = rest_of(x)
-    return None if rest is None else lambda: func(rest().clone(), *args, **kwargs)
+    return lambda: func(rest().clone(), *args, **kwargs)
 
 
 def formatted(x, func, memory_format, value=None):
@@ -145,9 +145,10 @@ def align(args, kwargs):
         return None
     converted = []
     for a in everything:
-        a = conform(a, like) if isinstance(a, torch.Tensor) else a
-        if a is None:
-            return None
+        if isinstance(a, torch.Tensor):
+            a = conform(a, like)
+            if a is None:
+                return None
         converted.append(a)
     inner = converted[: len(args)]
     return like, inner, dict(zip(kwargs, converted[len(args) :], strict=True))

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .._dispatch_state import BACKWARD_HOOK, CHECKPOINT, plainly, without_memory
 from . import aliases, casts, left, stages
-from .handlers import BORDERED, HANDLERS, KEEP_REST, METADATA, REFUSED, takes
+from .handlers import BORDERED, HANDLERS, METADATA, REFUSED, keeps_rest, takes
 
 _INNER_ATTRIBUTES = ("requires_grad", "grad_fn", "is_leaf")
 
@@ -381,7 +381,7 @@ def dispatch(func, args, kwargs):
         else:
             result = trace.around(name, handler, func, args, kwargs)
         if result is not NotImplemented:
-            return _signed(result, name, args)
+            return _signed(result, name, args, kwargs)
     if name in METADATA:
         return plainly(func, *args, **kwargs)
     if name in REFUSED or kwargs.get("out") is not None:
@@ -389,18 +389,18 @@ def dispatch(func, args, kwargs):
         raise NotImplementedError(
             f"{name} cannot be used{with_out} on an activation of a sparsified network"
         )
-    return _signed(on_image(func, name, args, kwargs), name, args)
+    return _signed(on_image(func, name, args, kwargs), name, args, kwargs)
 
 
-def _signed(result, name, args):
+def _signed(result, name, args, kwargs):
     """Return what a function made, and note its name there; activations pass the one before on.
 
     Only where something is wanted outside active blocks, for the errors that say what was made.
     """
     if type(result) is StackTensor and facts(result)[0].left is not None:
-        by = name
-        if name in KEEP_REST and args and type(args[0]) is StackTensor:
-            by = aliases.own(args[0]).get("_made_by", name)
+        by, x = name, args[0] if args else None
+        if type(x) is StackTensor and keeps_rest(name, (*args[1:], *kwargs.values())):
+            by = aliases.own(x).get("_made_by", name)
         aliases.own(result)["_made_by"] = by
     return result
 
