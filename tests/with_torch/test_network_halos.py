@@ -110,6 +110,116 @@ def test_results_at_the_mask_are_the_dense_ones(st, name, break_even):
     assert measured == reach
 
 
+def views(x):
+    """Turn pixels into channels by views."""
+    n, c, h, w = x.shape
+    x = x.view(n, c, h // 2, 2, w // 2, 2).permute(0, 1, 3, 5, 2, 4)
+    return x.reshape(n, 4 * c, h // 2, w // 2)
+
+
+def slices(x):
+    """Turn pixels into channels by slices."""
+    return torch.cat([x[..., i::2, j::2] for i in range(2) for j in range(2)], 1)
+
+
+def seen_by_larger_pixels(x):
+    """Write to what was viewed as fewer pixels with more channels."""
+    larger = x.view(len(x), x.shape[1], x.shape[2] // 2, 2, *x.shape[3:])
+    x.add_(F.avg_pool2d(x, 9, 1, 4))
+    return larger.sum(3)[..., ::2]
+
+
+class Resampling(nn.Module):
+    """A convolution, functions that make fewer pixels and a convolution, and more pixels again."""
+
+    def __init__(self, down, up, channels=4):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(channels, 16, 3, padding=1)
+        self.down, self.up = down, up
+        self.double().eval()
+
+    def forward(self, x):
+        """Return as many pixels as there were, or fewer."""
+        y = self.last(self.down(self.first(x)))
+        return self.up(y, x.shape[2:])
+
+
+def strided(count, kernel=3):
+    """Return convolutions with a stride of 2."""
+    return nn.Sequential(*(nn.Conv2d(4, 4, kernel, 2, kernel // 2) for _ in range(count)))
+
+
+def resized(mode, **options):
+    """Return a function that interpolates to a size."""
+    return lambda y, size: F.interpolate(y, size=size, mode=mode, **options)
+
+
+def shuffled(y, size):
+    """Turn channels into pixels."""
+    return F.pixel_shuffle(y, 2)
+
+
+def kept(y, size):
+    """Return fewer pixels."""
+    return y
+
+
+def transposed(*options):
+    """Return a transposed convolution."""
+    kernel = torch.randn(16, 2, *options[:1] * 2, generator=torch.Generator().manual_seed(1))
+    return lambda y, size: F.conv_transpose2d(y, kernel.double(), None, *options[1:])
+
+
+POOLS = nn.Sequential(*(nn.MaxPool2d(2) for _ in range(3)))
+CORNERS = {"mode": "bilinear", "align_corners": True}
+# Fewer pixels, channels then, more pixels, and the sizes of images.
+RESAMPLED = {
+    "pixel_unshuffle": (nn.PixelUnshuffle(2), 16, shuffled, (48, 48)),
+    "views": (views, 16, shuffled, (48, 48)),
+    "slices": (slices, 16, shuffled, (48, 48)),
+    "written later": (seen_by_larger_pixels, 4, shuffled, (48, 48)),
+    "stride": (strided(1, 5), 4, shuffled, (48, 48)),
+    "stride alone": (strided(2), 4, kept, (48, 48)),
+    "pools to odd sizes": (POOLS, 4, resized("bilinear"), (199, 55)),
+    "pools and corners": (POOLS, 4, resized(**CORNERS), (199, 55)),
+    "pools and nearest": (POOLS, 4, resized("nearest"), (199, 55)),
+    "pools and nearest-exact": (POOLS, 4, resized("nearest-exact"), (199, 55)),
+    "strides to odd sizes": (strided(3), 4, resized("bilinear"), (161, 65)),
+    "even sizes": (strided(3), 4, resized("bilinear"), (64, 64)),
+    "a quarter": (lambda x: F.interpolate(x, scale_factor=0.25), 4, kept, (64, 64)),
+    "a quarter, bilinear": (
+        lambda x: F.interpolate(x, scale_factor=0.25, mode="bilinear"), 4, resized("nearest"),
+        (64, 64),
+    ),
+    "transposed": (strided(1), 4, transposed(4, 2, 1), (48, 48)),
+    "transposed, dilated": (strided(1), 4, transposed(5, 2, 4, 1, 1, 2), (48, 48)),
+    "transposed, cropped": (nn.Identity(), 4, transposed(1, 1, 3), (48, 48)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RESAMPLED)
+@pytest.mark.parametrize("block", [8, 16])
+@torch.no_grad()
+def test_single_pixels_are_the_dense_ones(st, name, block):
+    """Wherever they lie in a block, and in a pixel of fewer."""
+    down, channels, up, size = RESAMPLED[name]
+    dense = Resampling(down, up, channels)
+    sparse = st.sparsify(dense, block, halo="exact")
+    sparse.break_even = 2.0
+    x = image(1, size)
+    expected = dense(x)
+    times = max(size[0] // expected.shape[2], 1)
+    for p in range(size[0] - size[0] % times):
+        q = p * size[1] // size[0]
+        if max(p // times - expected.shape[2], q // times - expected.shape[3]) >= 0:
+            continue  # cropped
+        mask = torch.zeros(1, *size, dtype=torch.bool)
+        mask[0, p, q] = True
+        at = slice(None), slice(None), p // times, q // times
+        assert_near(sparse(x, mask)[at], expected[at])
+
+
 class InTraining(nn.Module):
     """A network that looks further in training, and draws random numbers."""
 

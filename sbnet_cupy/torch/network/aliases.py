@@ -180,7 +180,8 @@ def widen(x, table, reach):
         value = None if other is None else own(other)["_value"]
         if other is x or (value is not None and _share(value, written)):
             *rest, before = own(other)["_facts"]
-            own(other)["_facts"] = (*rest, max(before, reach))
+            further = table.coarser(own(x)["_facts"][1], rest[1])
+            own(other)["_facts"] = (*rest, max(before, reach + further))
 
 
 def note_rest(x, table, rest):

@@ -29,9 +29,8 @@ def interpolate(
     if to is None:
         return NotImplemented
     table.block_of.setdefault(new, to)
-    jump = max(i / b for i, b in zip(table.block, block, strict=True))
-    reach = reach + jump * (mode == "bilinear" or to != block)
     options = (mode, align_corners)
+    reach += max(map(_looks, table.block, block, to, old, new, scales, (options,) * 2))
     if table.whole:
         call = T.picture(input), size, scale_factor, *options, recompute_scale_factor
         value = table.compute(F.interpolate, *call)
@@ -78,6 +77,25 @@ def _whole_factors(block, old, to, new, scales):
     sizes = zip((*old, *block), factors * 2, (*new, *to), strict=True)
     exact = min(factors) >= 1 and all(o * f == n for o, f, n in sizes)
     return factors if exact and scales_are(scales, factors) else None
+
+
+def _looks(whole, block, to, old, new, scale, options):
+    """Return how many pixels of the input pixels look along an axis, at most.
+
+    Pixel ``i`` of the result reads pixels at ``first + i * step``, rounded down, and where it is
+    bilinear the next ones. Where the new size is no multiple of the old one these drift away from
+    the places that the blocks have, so that the ends of the image are furthest from them.
+    """
+    mode, corners = options
+    step = cuda_pool.step(old, new, scale, bool(corners))
+    if step == 1 and old == new:
+        return 0
+    before, after = whole / block, whole / to  # pixels of the input that one covers
+    first = (step - 1) / 2 if mode == "bilinear" and not corners else 0
+    first += step / 2 if mode == "nearest-exact" else 0
+    at = [((first + i * step) * before, i * after) for i in (0, new - 1)]
+    back = max(ours + after - source for source, ours in at)
+    return max(back, *(source - ours + before * (mode == "bilinear") for source, ours in at))
 
 
 def _larger(value, factors):

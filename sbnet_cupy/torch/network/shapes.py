@@ -449,14 +449,14 @@ def pixel_unshuffle(func, input, downscale_factor):
     """Turn pixels into channels: blocks shrink."""
     if not is_image(input):
         return NotImplemented
-    table, block, size, _, reach = T.facts(input)
+    table, block, size, _, _ = T.facts(input)
     f = downscale_factor
     if any(n % f for n in (*block, *size)):
         return NotImplemented
     value = table.compute(func, T.value_of(input), f)
     block, size = (tuple(n // f for n in v) for v in (block, size))
     table.block_of.setdefault(size, block)
-    return T.StackTensor(value, table, block, size, (2, 3), reach)
+    return T.wrap(value, input, block=block, size=size)
 
 
 @handles("channel_shuffle", "native_channel_shuffle")

@@ -93,6 +93,14 @@ class Table:
         near = all(abs(s - n) <= min(1, b - 1) for b, s, n in zip(block, size, new, strict=True))
         return near and self.block_of.get(new) == block
 
+    def coarser(self, block, new):
+        """Return by how many pixels of the input those of smaller blocks are longer, or 0.
+
+        So much further away is what one of them covers, and so much is added to the reach.
+        """
+        sides = zip(self.block, block, new, strict=True)
+        return max(0, *(whole / n - whole / b for whole, b, n in sides))
+
     def divides(self, block, size):
         """Whether an image of this size is cut into whole blocks."""
         return all(s == g * b for s, g, b in zip(size, self.grid, block, strict=True))

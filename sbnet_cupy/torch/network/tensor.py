@@ -63,7 +63,8 @@ class StackTensor(torch.Tensor):
     hw : (int, int)
         The dimensions of height and width. The first dimension is that of images or blocks.
     reach : float
-        How far, in pixels of the input, a value looks around its block.
+        How far, in pixels of the input, values look: each value is of a pixel that covers some of
+        the input's, and from any of these what it was made of is no further.
     """
 
     @staticmethod
@@ -282,7 +283,9 @@ def flush_readers(table, x):
 def wrap(value, like, *, block=None, size=None, hw=None, reach=None):
     """Return a StackTensor of a stack, with the facts of another where none are given."""
     table, b, s, d, r = facts(like)
-    return StackTensor(value, table, block or b, size or s, hw or d, r if reach is None else reach)
+    if reach is None:
+        reach = r if block is None else r + table.coarser(b, block)
+    return StackTensor(value, table, block or b, size or s, hw or d, reach)
 
 
 def dense(x):

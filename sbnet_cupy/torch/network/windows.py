@@ -66,9 +66,11 @@ def _geometry(whole, grid, block, size, kernel, stride, pads, dilation, ceil):
     out_block = tuple(b // s for b, s in zip(block, stride, strict=True))
     fits = all(b % s == 0 for b, s in zip(block, stride, strict=True)) and min(out_size) > 0
     fits = fits and all(n <= g * b for n, g, b in zip(out_size, grid, out_block, strict=True))
-    looks = [
-        i / b * max(before, d * (k - 1) - before, 0)
-        for i, b, (before, _), k, d in zip(whole, block, ends, kernel, dilation, strict=True)
+    looks = [  # back from the last of the pixels that one of the result covers, on from the first
+        i / b * max(before + s - 1, d * (k - 1) - before, 0)
+        for i, b, (before, _), k, s, d in zip(
+            whole, block, ends, kernel, stride, dilation, strict=True
+        )
     ]
     return out_block, out_size, fits, max(looks)
 
@@ -175,8 +177,10 @@ def conv_transpose2d(
         table.trace.transposed(func.__name__, weight, size, out, block, groups)
     aliases.note_order(weight, table)
     table.block_of.setdefault(out, out_block)
-    jump = max(i / b for i, b in zip(table.block, block, strict=True))
-    reach += jump * max(-(-d * (k - 1) // s) for _, k, s, _, _, d in each)
+    reach += max(
+        max(d * (k - 1) - p + 1 - s, p, 0) * i / b
+        for i, b, (_, k, s, p, _, d) in zip(table.block, out_block, each, strict=True)
+    )
     to = None if cuda.records(weight, bias) else casts.for_waiting(table)
     source = T.picture(input, to)
     options = {
