@@ -173,11 +173,21 @@ def is_mapped(tensor):
     return False
 
 
-def memory_of(tensor):
-    """Return the address of a tensor's memory, also of one that ``torch.func`` has wrapped."""
+def innermost(tensor):
+    """Return the tensor that ``torch.func`` has wrapped, or one that it has not."""
     while _is_wrapped(tensor):
         tensor = _unwrapped(tensor)
-    return tensor.untyped_storage().data_ptr()
+    return tensor
+
+
+def storage_of(tensor):
+    """Return a tensor's storage, also of one that ``torch.func`` has wrapped."""
+    return innermost(tensor).untyped_storage()
+
+
+def memory_of(tensor):
+    """Return the address of a tensor's memory, also of one that ``torch.func`` has wrapped."""
+    return storage_of(tensor).data_ptr()
 
 
 def are_hooked(*called):

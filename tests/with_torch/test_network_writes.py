@@ -50,6 +50,20 @@ def cut(net, x):
     return net.relu(top.sub_(0.1)) + bottom.mul_(2)
 
 
+def gone(x):
+    """Return means of tokens, views of which end here."""
+    tokens = x.flatten(2).transpose(1, 2)
+    return tokens.softmax(1).amax(1)
+
+
+def spread(means, x):
+    """Add means of channels."""
+    return x + means[..., None, None]
+
+
+ROW = slice(None), slice(None), 0
+
+
 # name: (function, channels of its result)
 RIGHT = {
     "padding": (lambda net, x: net.relu(net.pad(x)), 4),
@@ -73,6 +87,13 @@ RIGHT = {
     "a shuffle": (lambda net, x: written(x, F.channel_shuffle(x, 2)), 8),
     "parts that are read": (cut, 4),
     "rows of a copy": (lambda net, x: (x.clone()[:, :, 3:9].mul_(2), x)[1], 4),
+    "a part that is a view": (
+        lambda net, x: (lambda part: (x.mul_(3), part)[1])(x[:, :, :-4]), 4
+    ),
+    "means of tokens": (lambda net, x: spread(x.flatten(2).mean(2), x.mul_(2)), 4),
+    "tokens that are gone": (lambda net, x: spread(gone(x), x.mul_(2)), 4),
+    "a copy of rows": (lambda net, x: spread(x[:, :, 0].clone().sum(2), x.mul_(2)), 4),
+    "one row like the next": (lambda net, x: (x.__setitem__(ROW, x[:, :, 1]), x)[1], 4),
     "an operator": (lambda net, x: (torch.ops.aten.add_.Tensor(x, x), x)[1], 4),
 }  # fmt: skip
 
@@ -84,6 +105,14 @@ REFUSED = {
     "narrow": (lambda x: x.narrow(2, 0, 5).zero_(), "narrow"),
     "chunk": (lambda x: x.chunk(2, 3)[1].zero_(), "chunk"),
     "tokens": (lambda x: x.flatten(2).mul_(2), "flatten"),
+    "tokens of half of the channels": (lambda x: x.chunk(2, 1)[0].flatten(2).mul_(2), "flatten"),
+    "one image of a view": (lambda x: x[:, :2][0].mul_(2), "__getitem__"),
+    "rows of a view": (lambda x: x[:, :2][:, :, :20].zero_(), "__getitem__"),
+    "tokens of groups": (lambda x: x.view(2, 2, 2, 45, 51).flatten(3).mul_(2), "flatten"),
+    "one image, channels last": (lambda x: x.permute(0, 2, 3, 1)[0].mul_(2), "__getitem__"),
+    "tokens, channels last": (lambda x: x.permute(0, 2, 3, 1).flatten(1, 2).mul_(2), "flatten"),
+    "one image, detached": (lambda x: x.detach()[0].mul_(2), "__getitem__"),
+    "one image of what is cut off": (lambda x: x[:, :, :-4][0].mul_(2), "__getitem__"),
     "a list": (lambda x: torch._foreach_mul_([x], 2.0), "_foreach_mul_ cannot write to a list"),
 }
 
@@ -153,6 +182,62 @@ def test_what_would_not_be_seen_is_refused(st, image, name, mode):
         sparse.break_even = break_even
         with mode(), pytest.raises(NotImplementedError, match=words):
             sparse(image, mask)
+
+
+# What is taken of an activation, and how that is written to later.
+OLD = {
+    "tokens": (lambda x: x.flatten(2), lambda x: F.relu(x, inplace=True)),
+    "tokens of a view": (lambda x: x[:, :2].flatten(2), torch.Tensor.relu_),
+    "tokens, channels of which are written": (
+        lambda x: x.flatten(2), lambda x: x.__setitem__((slice(None), slice(2)), 0)
+    ),
+    "tokens of what is detached": (lambda x: x.detach().flatten(2), torch.Tensor.relu_),
+    "views of tokens": (lambda x: x.view(2, 4, -1).transpose(1, 2), lambda x: x.add_(1)),
+    "rows": (lambda x: x[:, :, :20], torch.Tensor.relu_),
+    "an image on its side": (lambda x: x.transpose(2, 3), lambda x: x.mul_(2)),
+    "one image": (lambda x: x[0], lambda x: x[:, :2].mul_(2)),
+    "one image of what is cut off": (lambda x: x[:, :, :-4][0], lambda x: x.mul_(2)),
+    "both sides": (lambda x: x.chunk(2, 3), lambda x: x.mul_(2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OLD)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_what_would_become_old_is_refused(st, image, name, mode):
+    """Also in calls that might be recorded."""
+    take, write = OLD[name]
+
+    def function(net, x):
+        part = take(x)
+        write(x)
+        return part[0] if type(part) is tuple else part
+
+    net = Net(function, 4)
+    net.after = nn.Identity()
+    sparse, mask = st.sparsify(net.eval(), 16), torch.ones(2, 45, 51)
+    for break_even in (2.0, 0.0):
+        sparse.break_even = break_even
+        for _ in range(3):
+            with mode(), pytest.raises(NotImplementedError, match="which it does not see; take it"):
+                sparse(image, mask)
+
+
+def test_parts_in_function_transforms(st, image):
+    """They are watched there, too."""
+    mask, kept = torch.ones(2, 45, 51), []
+
+    def derivative(net, *more):
+        return torch.func.grad(lambda x: net(x, *more).sum())(image)
+
+    net = Net(lambda net, x: spread(x.flatten(2).mean(2), x.mul_(2)), 4)
+    sparse = st.sparsify(net, 16)
+    assert_near(derivative(sparse, mask).detach(), derivative(net).detach())
+    net.function = lambda net, x: (kept.append(x.flatten(2)), x.mul_(2))[1]
+    with pytest.raises(NotImplementedError, match=r"flatten took .* is still there"):
+        derivative(sparse, mask)
+    net.function = lambda net, x: (x.flatten(2).mul_(2), x)[1]
+    with pytest.raises(NotImplementedError, match=r"flatten took .* was written to in place"):
+        derivative(sparse, mask)
 
 
 def erased(net, x):

@@ -3,17 +3,25 @@
 A stack shares its memory where the dense network copies: ``contiguous`` of a view, padding that was
 put off. Such a copy is made before anything is written. The other way round, a part of an image
 that is no part of the stack is a copy, where the dense network has a view: once such a part was
-written to, what it was taken from is not read again. Where it is not known whether the dense
-network copies, as for ``contiguous`` of what may be channels_last, neither is read once the other
-was written to.
+written to, what it was taken from is not read again, and once that is written to, neither is the
+part. Where it is not known whether the dense network copies, as for ``contiguous`` of what may be
+channels_last, neither is read once the other was written to.
 """
 
+import contextlib
 import weakref
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from .._dispatch_state import memory_of
+from .._dispatch_state import (
+    has_function_transforms,
+    innermost,
+    memory_of,
+    storage_of,
+    without_function_transforms,
+)
 
 _COPIES = ("reshape", "flatten", "contiguous")  # of images in another order of dimensions, maybe
 
@@ -26,21 +34,58 @@ def own(x):
 class Part:
     """A part of an activation that was taken by a function of some name.
 
-    ``image`` is what the part is a view of, or None where the part is a StackTensor, of which it is
-    known when it is written to.
+    It is a StackTensor with some ``memory``, or a tensor that is a view of ``image``. One ``sees``
+    what is written to the activation, if it shares the memory of its stack.
     """
 
-    def __init__(self, name, image=None):
-        self.name, self.image, self.is_written = name, image, False
-        self.version = None if image is None else image._version
+    def __init__(self, name, memory=None, image=None, sees=False):
+        self.name, self.sees, self.is_written = name, sees, False
+        self.memory = None if memory is None else weakref.ref(memory)
+        if image is not None:
+            self.storage, self.counter = StorageWeakRef(storage_of(image)), _counter(image)
+            self.version = self.counter._version
 
     def check(self):
         """Raise if the part was written to."""
-        if self.is_written or (self.image is not None and self.image._version != self.version):
+        if self.is_written or (self.memory is None and self.counter._version != self.version):
             raise NotImplementedError(
                 f"what {self.name} took of an activation of a sparsified network was written to in "
                 "place, which the activation does not see; write x[...] = y, or to a clone()"
             )
+
+    def age(self, given):
+        """Note that the activation is about to be written to, by a function of some tensors.
+
+        Nothing tells when a tensor is read, so none may be there that would become old; but for
+        those that the function is given, as in x[0] = x[1].
+        """
+        if self.sees:
+            return
+        if self.memory is not None:
+            memory = self.memory()
+            for one in () if memory is None else memory.alike():
+                one.is_old = self.name
+        elif not self.storage.expired() and not any(map(self._is_of, given)):
+            raise NotImplementedError(_OLD.format(self.name, "is still there"))
+
+    def _is_of(self, tensor):
+        return _is_strided(tensor) and StorageWeakRef(storage_of(tensor)) == self.storage
+
+
+_OLD = (
+    "what {} took of an activation of a sparsified network {} when the activation was written to "
+    "in place, which it does not see; take it after that, or write to a clone()"
+)
+
+
+def _counter(image):
+    """Return a tensor that has the version of an image, and not its memory."""
+    outside = without_function_transforms if has_function_transforms() else contextlib.nullcontext
+    image = innermost(image)
+    with torch.inference_mode(False), torch.no_grad(), outside():
+        counter = image.detach()
+        counter.data = image.new_empty(0)
+    return counter
 
 
 class Spent:
@@ -57,13 +102,21 @@ class Spent:
 
 
 class Memory:
-    """What views of one another share; of ``twins`` it is not known whether they share it, too."""
+    """What views of one another share; of ``twins`` it is not known whether they share it, too.
 
-    def __init__(self):
-        self.twins, self.spoiled_by = [], None
+    ``parts`` were taken of it, or of these. It is itself the ``part`` of another, ``whole``.
+    """
+
+    def __init__(self, part=None, whole=None, parts=()):
+        self.twins, self.spoiled_by, self.is_old = [], None, None
+        self.part, self.whole, self.parts = part, whole, list(parts)
 
     def check(self):
-        """Raise if a twin was written to."""
+        """Raise if a part or a twin was written to, or what this is a part of."""
+        for part in self.parts:
+            part.check()
+        if self.is_old is not None:
+            raise NotImplementedError(_OLD.format(self.is_old, "is read"))
         if self.spoiled_by is not None:
             raise NotImplementedError(
                 f"what {self.spoiled_by} made of an activation of a sparsified network, or that "
@@ -71,15 +124,32 @@ class Memory:
                 "copy: it depends on the memory format of the dense one; write to a clone()"
             )
 
-    def spoil_twins(self):
-        """Note that this was written to."""
-        left, seen = [self], {self}
+    def alike(self):
+        """Return this, its twins, theirs and so on, each with the name of what made it."""
+        found, left = {self: None}, [self]
         while left:
-            for twin, name in left.pop().twins:
-                if twin not in seen:
-                    twin.spoiled_by = name
-                    seen.add(twin)
-                    left.append(twin)
+            new = [pair for pair in left.pop().twins if pair[0] not in found]
+            found.update(new)
+            left += [twin for twin, _ in new]
+        return found
+
+    def note(self, part):
+        """Note a part that was taken of this, and so of what this is a part of."""
+        memory = self
+        while memory is not None:
+            for one in memory.alike():
+                one.parts.append(part)
+            memory = memory.whole
+
+    def note_write(self, given):
+        """Note that this is about to be written to, by a function of some tensors."""
+        for part in self.parts:
+            part.age(given)
+        memory = self
+        while memory.part is not None:
+            memory.part.is_written, memory = True, memory.whole
+        for twin, name in self.alike().items():
+            twin.spoiled_by = name or twin.spoiled_by
 
 
 def _memory(x):
@@ -89,29 +159,49 @@ def _memory(x):
 
 def note_twin(out, x, name):
     """Note that a function of some name made ``out``, a copy of x or x itself; return it."""
-    own(out)["_memory"] = Memory()
-    own(out)["_memory"].twins.append((_memory(x), name))
-    _memory(x).twins.append((own(out)["_memory"], name))
+    memory = _memory(x)
+    twin = own(out)["_memory"] = Memory(memory.part, memory.whole, memory.parts)
+    twin.twins.append((memory, name))
+    memory.twins.append((twin, name))
     return out
 
 
 def is_copied(x, func, memory_format):
     """Whether a function copies x in the dense network; None where that is not known.
 
-    ``func`` is one that returns a tensor itself if it has a memory format. Views are taken of
-    tensors without memory, that lie as what they are of lies or may lie.
+    ``func`` is one that returns a tensor itself if it has a memory format.
+    """
+    found = _asked(x, lambda dense: func(dense, memory_format=memory_format) is not dense)
+    return found.pop() if len(found) == 1 else None
+
+
+def _may_be_viewed(x, func, args, kwargs):
+    """Whether a function whose first argument is x may return a view of it in the dense network."""
+    if not args or args[0] is not x:
+        return True
+
+    def is_viewed(dense):
+        result = func(dense, *args[1:], **kwargs)
+        return StorageWeakRef(storage_of(result)) == StorageWeakRef(storage_of(dense))
+
+    return _asked(x, is_viewed) != {False}
+
+
+def _asked(x, question):
+    """Return the answers for tensors as the dense one may be; none where that is not known.
+
+    Views are taken of tensors without memory, that lie as what they are of lies or may lie.
     """
     shape, in_order, steps = _views(x)
     formats = [torch.contiguous_format]
     if not in_order:
         if len(shape) != 4:
-            return None
+            return set()
         formats.append(torch.channels_last)
     try:
-        found = {_copies(shape, f, steps, func, memory_format) for f in formats}
+        return {question(_dense(shape, lies, steps)) for lies in formats}
     except (RuntimeError, NotImplementedError):  # an index that is a tensor, for example
-        return None
-    return found.pop() if len(found) == 1 else None
+        return set()
 
 
 def _views(x):
@@ -119,11 +209,12 @@ def _views(x):
     return own(x)["_views"] or (own(x)["_shape"], own(x)["_in_order"], ())
 
 
-def _copies(shape, lies, steps, func, memory_format):
+def _dense(shape, lies, steps):
+    """Return a tensor without memory that lies as the dense one does."""
     x = torch.empty(shape, device="meta", memory_format=lies)
     for step in steps:
         x = step(x)
-    return func(x, memory_format=memory_format) is not x
+    return x
 
 
 def note_order(x, table):
@@ -156,18 +247,16 @@ def settle(x, table):
         own(x)["_value"], own(x)["_is_lent"] = table.compute(torch.clone, own(x)["_value"]), False
 
 
-def about_to_write(x, table):
-    """Make the copies that were put off; note that a part is written to."""
+def about_to_write(x, table, *given):
+    """Make the copies that were put off; note that x is written to, by a function of arguments."""
     for ref in table.lent:
         copy = ref()
         if copy is not None:
             settle(copy, table)
     table.lent.clear()
     _forget_rests(x, table)
-    if own(x)["_part"] is not None:
-        own(x)["_part"].is_written = True
     if own(x)["_memory"] is not None:
-        own(x)["_memory"].spoil_twins()
+        own(x)["_memory"].note_write(tree_leaves(given) if own(x)["_memory"].parts else ())
 
 
 def widen(x, table, reach):
@@ -218,7 +307,7 @@ def viewed(x, table, func, value, *args, **kwargs):
 
 def inherit(out, x, view):
     """Return a view of an activation, ``view(image)`` of its image: of a part it is one, too."""
-    own(out)["_part"], own(out)["_memory"] = own(x)["_part"], _memory(x)
+    own(out)["_memory"] = _memory(x)
     return _note_view(out, x, view)
 
 
@@ -229,9 +318,13 @@ def _note_view(out, x, view):
 
 
 def note_part(out, x, name, view=None):
-    """Note that a StackTensor is a part of another that is not the same part of the stack."""
-    own(out)["_part"] = Part(name)
-    own(x)["_parts"] = [*own(x)["_parts"], own(out)["_part"]]
+    """Note that a StackTensor is a part of another that is not the same part of the stack.
+
+    With a ``view`` of the image it is one of the stack, too.
+    """
+    memory = own(out)["_memory"] = Memory(whole=_memory(x))
+    memory.part = Part(name, memory, sees=view is not None)
+    memory.whole.note(memory.part)
     return _note_view(out, x, view or _unknown)
 
 
@@ -239,22 +332,23 @@ def _unknown(x):
     raise NotImplementedError("no view that can be taken of a tensor without memory")
 
 
-def note_parts(name, images, result, taken):
-    """Note of StackTensors that a function's result views their images: pairs of both.
+def note_parts(name, call, images, result, taken):
+    """Note of StackTensors that a function's result views their images: triples of both.
 
-    ``taken`` is the result with StackTensors in place of images that were gathered again.
+    The function and its arguments are ``call``, and ``taken`` is the result with StackTensors in
+    place of images that were gathered again.
     """
     for x, image, in_order in images:
-        if name in _COPIES and not in_order:
-            continue
         if _share(own(x)["_value"], image):  # of a full mask: what is written is seen
+            continue
+        if name in _COPIES and not in_order and not _may_be_viewed(x, *call):
             continue
         for plain, leaf in zip(tree_leaves(result), tree_leaves(taken), strict=True):
             if _is_strided(plain) and _share(plain, image):
                 if leaf is not plain:
                     note_part(leaf, x, name)
                 elif not image.is_inference():  # of a call like one that was found to be right
-                    own(x)["_parts"] = [*own(x)["_parts"], Part(name, image)]
+                    _memory(x).note(Part(name, image=image))
 
 
 def versioned(image):

@@ -55,7 +55,7 @@ def pointwise(func, *args, **kwargs):
     rest = _rest_after(func, *args, **kwargs)
     if writes:
         T.flush(table)
-        aliases.about_to_write(args[0], table)
+        aliases.about_to_write(args[0], table, args[1:], kwargs)
         inner[0] = T.value_of(args[0])
     if name == "contiguous":
         return formatted(args[0], torch.Tensor.contiguous, kwargs.get("memory_format"))

@@ -72,6 +72,11 @@ class Recordings:
                 self.calls.popitem(last=False)
             return None, came >= self.patience
 
+    def forget(self, key):
+        """Take back that a call came, which has failed: the next one is to raise what it did."""
+        with self.lock:
+            self.calls.pop(key, None)
+
     def keep(self, state, key, recording):
         """Keep the recording of a call, in place of the one that was not used for longest."""
         with self.lock:

@@ -25,7 +25,11 @@ class Tapes(Recordings):
         key = _key(sparse, x, table, wanted)
         tape, due = self.find(state, key)
         if sparse._is_compiled(table, x, (), {}) or (tape is None and not due):
-            result = sparse._on_table(table, counted, x, wanted)
+            try:
+                result = sparse._on_table(table, counted, x, wanted)
+            except BaseException:
+                self.forget(key)
+                raise
             self.holds(state)
             return result
         kind = sparse._kind(x, table.whole)

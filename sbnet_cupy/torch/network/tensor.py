@@ -80,7 +80,7 @@ class StackTensor(torch.Tensor):
         self._narrow = None  # of what waits: its value in the dtype to which autocast converts
         self._facts, self._shape = (table, block, size, hw, reach), tuple(shape)
         self._is_lent, self._in_order, self._views = False, table.in_order, None
-        self._part, self._parts, self._memory = None, (), None
+        self._memory = None
         if table.made is not None:
             table.made.append(weakref.ref(self))
         return self
@@ -141,8 +141,6 @@ def value_of(x):
         _compute(x, own)
     elif torch.is_grad_enabled():
         _check_gradient(x)
-    for part in own["_parts"]:
-        part.check()
     if own["_memory"] is not None:
         own["_memory"].check()
     return own["_value"]
@@ -441,7 +439,7 @@ def on_image(func, name, args, kwargs):
         table.tape.stop(f"{name}, which wrote to an image")
     if inplace and isinstance(target, StackTensor):
         _, block, _, hw, _ = facts(target)
-        aliases.about_to_write(target, table)
+        aliases.about_to_write(target, table, args[1:], kwargs)
         image = dense(target).clone()
         _traced(table, name, func, (image, *map_dense(args[1:])), map_dense(kwargs))
         if border_of(target) is not None:
@@ -463,7 +461,7 @@ def on_image(func, name, args, kwargs):
     if not all(isinstance(leaf, StackTensor) for leaf in tree_leaves(taken)):
         left.note(table, name)
     if not table.static:
-        aliases.note_parts(name, images, result, taken)
+        aliases.note_parts(name, (func, args, kwargs), images, result, taken)
     return taken
 
 
