@@ -252,7 +252,9 @@ def _spread(grad, inverse, mode):
     count, number = tf.shape(grad)[0], tf.range(tf.shape(inverse)[0])
     if mode == "mean":
         rows = tf.math.unsorted_segment_sum(tf.ones_like(inverse), inverse, count)
-        grad = grad / tf.cast(tf.maximum(rows, 1), grad.dtype)[:, None]
+        total = tf.float64 if grad.dtype == tf.float64 else tf.float32  # half floats hold few counts
+        shared = tf.cast(grad, total) / tf.cast(tf.maximum(rows, 1), total)[:, None]
+        grad = tf.cast(shared, grad.dtype)
     elif mode != "sum":
         last = mode == "last"
         chosen = tf.math.unsorted_segment_max if last else tf.math.unsorted_segment_min

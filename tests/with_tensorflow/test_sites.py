@@ -205,6 +205,23 @@ def test_rows_of_one_site(tf, sbt, make, mode):
     assert_same(found, wanted)
 
 
+@pytest.mark.parametrize(("dtype", "rows"), [("float16", 65_520), ("bfloat16", 385)])
+@pytest.mark.parametrize("name", ["sparse_tensor", "voxelize"])
+def test_means_of_more_rows_than_a_half_float_counts(tf, sbt, name, dtype, rows):
+    """Their gradient is divided in float32, by the count itself, and rounded once."""
+    features = tf.Variable(tf.ones((rows, 1), dtype))
+    with tf.GradientTape() as tape:
+        if name == "sparse_tensor":
+            indices = tf.zeros((rows, 2), tf.int32)
+            y = sbt.sparse_tensor(features, indices, spatial_shape=4, mode="mean").features
+        else:
+            points = tf.zeros((rows, 1))
+            y = sbt.voxelize(points, features, ranges=[(0, 1)], voxel_size=1)[0].features
+    found = tape.gradient(y, features, output_gradients=tf.constant([[1000]], dtype))
+    share = tf.cast(tf.constant(np.float32(1000) / np.float32(rows)), dtype)
+    assert_same(found.numpy(), np.full((rows, 1), share.numpy()))
+
+
 def test_a_network_learns(tf, sbt, make):
     """Strided, inverse and submanifold convolutions together; the loss falls."""
     rows = make(listed())
