@@ -3,6 +3,7 @@
 Kernel: cuda_src/submanifold/kernel_map.cu, on CuPy arrays.
 """
 
+import inspect
 import marshal
 import weakref
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from .coordinate_map import CoordinateMap, check_sites
 from .feature_rows import reads
 from .keeping_container import CAPTURE, KeepingContainer, kept_now, mark_capture
 from .new_sites import coarse_sites, fine_sites, kernels_find
-from .site_arguments import check_capacity, check_int32
+from .site_arguments import check_capacity, check_int32, takes_sizes
 from .sources import times_cleared
 from .sparse_tensor import sites_of
 from .transposed_rows import TRANSPOSED_ROWS
@@ -140,6 +141,7 @@ def _number_of_pairs(rows, sites):
     return int(reads(rows, sites).sum())
 
 
+@takes_sizes
 @array_function
 def kernel_map(
     coordinates, kernel_size=None, *, stride: Any = 1, dilation: Any = 1, padding=None, onto=None,
@@ -263,7 +265,7 @@ def _spelled(options, onto):
         return None
 
 
-find_map = kernel_map.__wrapped__  # of native arrays, as functions behind the door have them
+find_map = inspect.unwrap(kernel_map)  # of native arrays, as functions behind the door have them
 
 
 def made_by(onto, kernel_size, coarse):

@@ -14,23 +14,27 @@ MODES = ("unique", "first", "last", "sum", "mean")  # what rows with the same si
 
 
 def takes_sizes(function):
-    """Make a function take a NumPy array as ``spatial_shape``, whatever library its arrays are of.
+    """Make a function take NumPy arrays as ``spatial_shape`` and ``offsets``, given by name.
 
-    It is for functions at the door, which would take one for such an array.
+    Whatever library its arrays are of: it is for functions at the door, which would take one for
+    such an array.
     """
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        if "spatial_shape" in kwargs:
-            kwargs["spatial_shape"] = _listed(kwargs["spatial_shape"])
+        for name in ("spatial_shape", "offsets"):
+            if name in kwargs:
+                kwargs[name] = _listed(kwargs[name])
         return function(*args, **kwargs)
 
     return call
 
 
 def _listed(sizes):
-    """Return a NumPy array of one axis as a list, and anything else as it is."""
-    return sizes.tolist() if isinstance(sizes, np.ndarray) and sizes.ndim == 1 else sizes
+    """Return a NumPy array as a list, also in a list or tuple, and anything else as it is."""
+    if isinstance(sizes, np.ndarray) and sizes.ndim:
+        return sizes.tolist()
+    return type(sizes)(map(_listed, sizes)) if type(sizes) in (list, tuple) else sizes
 
 
 def check_indices(indices):

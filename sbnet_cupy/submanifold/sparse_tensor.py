@@ -180,7 +180,7 @@ def _put_at_sites(features, indices, spatial_shape, batch_size, mode, order, cap
     return SparseTensor(rows, coordinates), inverse
 
 
-put_at_sites = array_function(_put_at_sites)  # for adapters, which differentiate it
+put_at_sites = takes_sizes(array_function(_put_at_sites))  # for adapters, which differentiate it
 
 
 def check_feature_rows(features, indices):

@@ -97,15 +97,15 @@ def read_offsets(
         given = np.asarray(offsets)
     except ValueError:  # of rows that differ in length
         raise ShapeError(f"offsets must be rows of {d} integers, got {offsets!r}") from None
+    if given.ndim and not len(given):
+        raise ShapeError(
+            "offsets must have at least one row, got none; pass the offset 0 for the site itself "
+            "alone"
+        )
     if given.ndim != 2 or given.shape[1] != d or given.dtype.kind not in "iu":
         raise ShapeError(
             f"offsets must be integers of shape (taps, {d}), got {given.dtype} of shape "
             f"{given.shape}"
-        )
-    if not len(given):
-        raise ShapeError(
-            f"offsets must have at least one row, got shape {given.shape}; pass the offset 0 for "
-            "the site itself alone"
         )
     if not -(2**31) <= int(given.min()) <= int(given.max()) < 2**31:
         raise ShapeError(

@@ -49,8 +49,10 @@ def sparse_tensor(
     >>> x.features.numpy().tolist()
     [[2.0, 2.0], [1.0, 1.0]]
     """
-    indices, options = eager("indices", indices), (spatial_shape, batch_size, mode, order, capacity)
-    return _put(lambda features: put_at_sites(features, indices, *options), features, mode)[0]
+    indices = eager("indices", indices)
+    options = {"spatial_shape": spatial_shape, "batch_size": batch_size, "mode": mode,
+               "order": order, "capacity": capacity}  # fmt: skip
+    return _put(lambda features: put_at_sites(features, indices, **options), features, mode)[0]
 
 
 def _put(find, features, mode):
@@ -252,7 +254,7 @@ def _spread(grad, inverse, mode):
     count, number = tf.shape(grad)[0], tf.range(tf.shape(inverse)[0])
     if mode == "mean":
         rows = tf.math.unsorted_segment_sum(tf.ones_like(inverse), inverse, count)
-        total = tf.float64 if grad.dtype == tf.float64 else tf.float32  # half floats hold few counts
+        total = tf.float64 if grad.dtype == tf.float64 else tf.float32  # halves hold few counts
         shared = tf.cast(grad, total) / tf.cast(tf.maximum(rows, 1), total)[:, None]
         grad = tf.cast(shared, grad.dtype)
     elif mode != "sum":

@@ -96,6 +96,18 @@ def test_offsets(xp, search, data):
     assert made.kernel_size == (len(offsets),) and made.target is made.source
 
 
+@pytest.mark.parametrize("make", [lambda rows: rows, list, tuple])
+def test_offsets_are_numpy_arrays_whatever_library_the_sites_are_of(lib, make):
+    rows = np.array([[0, 1, 2], [0, 1, 3]], np.int32)
+    offsets = np.array([[0, 1], [0, 0]])
+    expected, _ = sb.coordinate_map(rows, spatial_shape=(8, 8))
+    sites, _ = sb.coordinate_map(lib.make(rows), spatial_shape=(8, 8))
+    found = sb.kernel_map(sites, offsets=make(offsets))
+    assert_same(to_numpy(found.rows), sb.kernel_map(expected, offsets=offsets).rows)
+    with pytest.raises(sb.ShapeError, match="must have at least one row, got none"):
+        sb.kernel_map(sites, offsets=offsets[:0])
+
+
 def test_offsets_stand_alone():
     sites, _ = sb.coordinate_map(np.array([[0, 1], [0, 2]]), spatial_shape=8)
     for name, value in (("kernel_size", 3), ("transposed", True), ("output_padding", 1)):
@@ -109,8 +121,9 @@ def test_offsets_stand_alone():
             sb.kernel_map(sites, offsets=[[1]], **{name: np.array([1, 1])})
     with pytest.raises(sb.ShapeError, match="offsets must be rows of 1 integers, got"):
         sb.kernel_map(sites, offsets=[[1], [1, 2]])
-    with pytest.raises(sb.ShapeError, match=r"must have at least one row, got shape \(0, 1\)"):
-        sb.kernel_map(sites, offsets=np.zeros((0, 1), int))
+    for none in (np.zeros((0, 1), int), []):
+        with pytest.raises(sb.ShapeError, match="must have at least one row, got none"):
+            sb.kernel_map(sites, offsets=none)
     assert sb.kernel_map(sites, offsets=[[-(2**31)], [2**31 - 1]]).rows.max() == -1
 
 

@@ -290,6 +290,14 @@ def test_what_is_no_tensor(sbt, make):
         sbt.global_pool(make(rows))
 
 
+def test_sizes_and_offsets_are_numpy_arrays(tf, sbt, make):
+    rows, offsets = listed(), np.array([[0, 0, 1], [0, -1, 0]])
+    x = sbt.sparse_tensor(tf.ones((len(rows), 1)), make(rows), spatial_shape=np.array(SHAPE))
+    assert x.spatial_shape == SHAPE
+    expected = sb.kernel_map(sb.coordinate_map(rows, **GRID)[0], offsets=offsets)
+    assert_same(sbt.kernel_map(x, offsets=offsets).rows.numpy(), expected.rows)
+
+
 def test_sites_are_freed_when_they_go(make):
     """What is kept of them does not keep them."""
     gc.collect()
