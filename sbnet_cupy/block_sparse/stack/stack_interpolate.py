@@ -34,9 +34,11 @@ def stack_interpolate(
     table : BlockTable
         Of the stage of ``x``; ``table.after_interpolate(scale_factor, size)`` is the result's.
     scale_factor : number, or two
-        How many times larger the blocks become; their new sizes must be whole.
+        How many times larger the blocks become; their new sizes must be whole. Also a
+        ``fractions.Fraction``; a float is the fraction of a block that rounds to it, as ``1 / 3``.
     size : (int, int), optional
-        Size ``(H', W')`` of the new images: ``floor(n * scale_factor)`` by default. One that is
+        Size ``(H', W')`` of the new images: ``floor(n * scale_factor)`` by default, multiplied in
+        float64 where the factor is a float, as PyTorch does. One that is
         smaller, as that of an input whose stage was rounded up, is reached by a resize by a factor
         that is not whole. All its pixels must lie in blocks.
     mode : "nearest" or "bilinear"

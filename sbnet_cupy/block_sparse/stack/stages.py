@@ -87,6 +87,7 @@ def new_stage(table, scale_factor, size):
     """Return the stage after an interpolation, whose blocks are ``scale_factor`` times as large."""
     factors = _pair_of(scale_factor)
     blocks = tuple(map(_whole_block, table.block_size, factors))
+    # A float is multiplied in float64, as PyTorch does: 49 pixels times 1 / 49 are none.
     image = tuple(int(n * f) for n, f in zip(table.image_size, factors, strict=True))
     stage = Stage(blocks, image if size is None else pair(size, "size", minimum=0))
     check_covered(stage, table.grid.shape[1:], "size")
@@ -94,24 +95,26 @@ def new_stage(table, scale_factor, size):
 
 
 def _pair_of(scale_factor):
-    """Read a positive number or a pair of them, exactly."""
+    """Read a positive number or a pair of them, each as a Fraction or a float."""
     both = scale_factor if isinstance(scale_factor, tuple | list) else (scale_factor,) * 2
-    good = len(both) == 2 and all(
-        isinstance(f, Real) and not isinstance(f, bool) and 0 < f < float("inf") for f in both
-    )
-    if not good:
+    real = all(isinstance(f, Real) and not isinstance(f, bool) for f in both)
+    read = tuple(Fraction(f) if isinstance(f, Rational) else float(f) for f in both if real)
+    if len(read) != 2 or not all(0 < f < 2**31 for f in read):
         raise ShapeError(
-            f"scale_factor must be a positive number or two, got {scale_factor!r}; with a size, it "
-            "says how much larger the blocks become"
+            f"scale_factor must be a positive number below 2**31 or two, got {scale_factor!r}; "
+            "with a size, it says how much larger the blocks become"
         )
-    return tuple(Fraction(f if isinstance(f, Rational) else float(f)) for f in both)
+    return read
 
 
 def _whole_block(block, factor):
-    new = block * factor
+    """Return a block's new size. A float is the fraction of the block that rounds to it, if any."""
+    near = Fraction(factor).limit_denominator(block)
+    new = block * (near if type(factor)(near) == factor else Fraction(factor))
     if new.denominator > 1:
         raise ShapeError(
-            f"scale_factor must make whole blocks, got {float(factor)} for blocks of {block} pixels"
+            f"scale_factor must make whole blocks, got {factor} for blocks of {block} pixels; a "
+            "Fraction is taken, too"
         )
     return int(new)
 

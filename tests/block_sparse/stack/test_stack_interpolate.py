@@ -1,5 +1,6 @@
 """stack_interpolate is the dense layer on images that are 0 outside of the active blocks."""
 
+import itertools
 from fractions import Fraction
 
 import numpy as np
@@ -110,10 +111,48 @@ def test_a_full_mask_is_pytorch(torch, size, factor):
             np.testing.assert_allclose(y, dense, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("factor", [1 / 3, 2 / 3, 4 / 3, 5 / 3, 7 / 6, (1 / 6, 11 / 6)])
+@pytest.mark.parametrize("mode, align_corners", MODES)
+def test_thirds_and_sixths_are_floats(torch, factor, mode, align_corners):
+    x = np.random.default_rng(0).standard_normal((2, 18, 23, 3))
+    table = sb.block_table(np.ones((2, 18, 23), bool), 6)
+    after, stack = table.after_interpolate(factor), sb.stack_from_image(x, table)
+    options = {} if mode == "nearest" else {"align_corners": align_corners}
+    dense = torch.nn.functional.interpolate(
+        torch.tensor(x).permute(0, 3, 1, 2), scale_factor=factor, mode=mode, **options
+    )
+    dense = dense.permute(0, 2, 3, 1).numpy()
+    options = {"scale_factor": factor, "mode": mode, "align_corners": align_corners}
+    y = sb.stack_to_image(sb.stack_interpolate(stack, table, **options), after)
+    np.testing.assert_allclose(y, dense, rtol=0, atol=1e-12)
+    dx = sb.stack_interpolate_grad(np.ones((len(stack), *after.block_size, 3)), stack, table,
+                                   **options)  # fmt: skip
+    assert dx.shape == stack.shape
+
+
+def test_the_size_of_an_image_is_pytorchs(torch):
+    """The product of a float is rounded: 49 times 1 / 49 is less than 1."""
+    for n, factor in itertools.product(range(1, 60), (1 / 49, 3 / 49, 55 / 49)):
+        table = sb.block_table(np.ones((1, 49 * 2, n), bool), 49)
+        size = table.after_interpolate(factor).image_size
+        expected = [int(np.floor(float(m) * factor)) for m in (98, n)]
+        assert list(size) == expected
+        if min(expected):
+            x = torch.zeros(1, 1, 98, n)
+            found = torch.nn.functional.interpolate(x, scale_factor=factor)
+            assert found.shape[2:] == tuple(expected)
+    exact = sb.block_table(np.ones((1, 49, 49), bool), 49).after_interpolate(Fraction(1, 49))
+    assert exact.image_size == (1, 1)
+
+
 def test_what_cannot_be():
     table, x = sb.block_table(np.ones((1, 4, 4)), 4), np.ones((1, 4, 4, 1))
     for options, error, message in [
         ({"scale_factor": 1.3}, sb.ShapeError, "scale_factor must make whole blocks"),
+        ({"scale_factor": 0.3333}, sb.ShapeError, "got 0.3333 for blocks of 4 pixels; a Fraction"),
+        ({"scale_factor": 1 / 3}, sb.ShapeError, "scale_factor must make whole blocks"),
+        ({"scale_factor": Fraction(1, 3)}, sb.ShapeError, "must make whole blocks, got 1/3 for"),
+        ({"scale_factor": 1e308}, sb.ShapeError, "scale_factor must be a positive number"),
         ({"scale_factor": -1}, sb.ShapeError, "scale_factor must be a positive number"),
         ({"scale_factor": (1, 2, 3)}, sb.ShapeError, "scale_factor must be a positive number"),
         ({"scale_factor": True}, sb.ShapeError, "scale_factor must be a positive number"),
