@@ -33,7 +33,7 @@ def sites_of_blocks(active, params, mask=None, image_size=None, capacity=None):
             raise ShapeError(f"image_size must be None where a mask is given, got {image_size!r}")
         image_size = mask.shape[1:]
     size = covered if image_size is None else pair(image_size, "image_size", minimum=0)
-    if any(not c - b < n <= c for n, c, b in zip(size, covered, block, strict=True) if c):
+    if any(not c - b < n <= c for n, c, b in zip(size, covered, block, strict=True)):
         what = "image_size" if mask is None else "mask"
         raise ShapeError(
             f"{what} must have a height and width that blocks of {block} in a grid of "

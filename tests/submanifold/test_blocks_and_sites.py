@@ -86,6 +86,16 @@ def test_what_does_not_fit_is_named(xp):
         sb.blocks_of(unknown, bsize=4)
 
 
+def test_a_grid_without_blocks_covers_an_image_without_pixels(xp):
+    active = sb.reduce_mask(xp.asarray(np.ones((1, 8, 8), bool)), (0, 2), bsize=4)
+    with pytest.raises(sb.ShapeError, match=r"image_size must have .* got \(5, 8\)"):
+        active.sites(4, image_size=(5, 8))
+    with pytest.raises(sb.ShapeError, match=r"mask must have .* got \(8, 8\)"):
+        active.sites(4, xp.asarray(np.ones((1, 8, 8))))
+    for options in ({"image_size": (0, 7)}, {"mask": xp.asarray(np.ones((1, 0, 7)))}, {}):
+        assert active.sites(4, **options).number() == 0
+
+
 def test_what_is_left_out_is_told(xp):
     """Pixels that have no row, and those of blocks that have none, also by what is made of them."""
     mask = xp.asarray(np.ones((1, 8, 8), bool))
