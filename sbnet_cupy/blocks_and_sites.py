@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from .block_sparse.active_blocks import ActiveBlocks
+from .block_sparse.active_blocks import ActiveBlocks, dense_blocks
 from .block_sparse.block_params import BlockParams
 from .core.arrays import array_function, namespace
 from .core.checks import check_array
@@ -43,27 +43,13 @@ def sites_of_blocks(active, params, mask=None, image_size=None, capacity=None):
         check_array("mask", mask, shape=(images, *size))
     check_capacity(capacity)
     with memory_of_graphs(rows):
-        listed = _dense(active, namespace(rows)).repeat(block[0], axis=1).repeat(block[1], axis=2)
+        listed = dense_blocks(active).repeat(block[0], axis=1).repeat(block[1], axis=2)
         listed = listed[:, : size[0], : size[1]]
         if mask is not None:
             listed = listed & (mask != 0)
         indices, count, _ = list_cells(namespace(rows).ascontiguousarray(listed), capacity)
         status = (counts > len(rows)).astype(np.int32) * np.int32(LEFT_OUT)
         return CoordinateMap(indices, count, tuple(size), images, status)
-
-
-def _dense(active, xp):
-    """Return which blocks are active, without a look at the count: bool ``[N, bh, bw]``."""
-    counts, indices = active
-    valid = (xp.arange(len(indices)) < counts) & (indices >= 0).all(axis=1)
-    place = xp.zeros(len(indices), "int64")
-    for column, size in zip(indices.T, active.grid, strict=True):
-        valid &= column < size
-        place = place * size + column
-    total = active.grid[0] * active.grid[1] * active.grid[2]
-    dense = xp.zeros(total + 1, bool)
-    dense[xp.where(valid, place, total)] = True
-    return dense[:-1].reshape(active.grid)
 
 
 @array_function

@@ -199,15 +199,26 @@ class ActiveBlocks(ArrayContainer):
         return sites_of_blocks(self, params, mask, image_size, capacity)
 
     def to_dense(self):
-        """Return a bool array ``[N, bh, bw]``, True where a block is active and has a row."""
+        """Return a bool array ``[N, bh, bw]``, True where a block is active and has a row.
+
+        Rows that are no block of the grid are skipped.
+        """
         return _to_dense(self)
 
 
-@array_function
-def _to_dense(active):
-    indices = active.active_block_indices
+def dense_blocks(active):
+    """Return which blocks are active, without a look at the count: bool ``[N, bh, bw]``."""
+    counts, indices = active
     xp = namespace(indices)
-    dense = xp.zeros(active.grid, bool)
-    n, hi, wi = indices[: min(active.count(), active.capacity)].T
-    dense[n, hi, wi] = True
-    return dense
+    valid = (xp.arange(len(indices)) < counts) & (indices >= 0).all(axis=1)
+    place = xp.zeros(len(indices), "int64")
+    for column, size in zip(indices.T, active.grid, strict=True):
+        valid &= column < size
+        place = place * size + column
+    total = active.grid[0] * active.grid[1] * active.grid[2]
+    dense = xp.zeros(total + 1, bool)
+    dense[xp.where(valid, place, total)] = True
+    return dense[:-1].reshape(active.grid)
+
+
+_to_dense = array_function(dense_blocks)

@@ -93,6 +93,14 @@ def test_the_picture_of_nothing():
     assert empty == ["ActiveBlocks: 0 of 0 blocks active, grid (0, 1, 2), capacity 0"]
 
 
+def test_rows_out_of_the_grid_are_not_dense(xp):
+    rows = np.array([[0, 0, 1], [-1, -1, -1], [0, 5, 0], [9, 0, 0], [0, 1, 0]], np.int32)
+    for count, expected in ((4, [[0, 1], [0, 0]]), (5, [[0, 1], [1, 0]]), (7, [[0, 1], [1, 0]])):
+        counts = xp.asarray(np.array([count], np.int32))
+        dense = ActiveBlocks(counts, xp.asarray(rows), (1, 2, 2)).to_dense()
+        assert_same(to_numpy(dense), np.array([expected], bool))
+
+
 def test_rows_out_of_the_grid_are_not_drawn():
     rows = np.array([[0, 0, 1], [0, 7, 7], [9, 0, 0], [0, -1, 0]], np.int32)
     active = ActiveBlocks(np.array([4], np.int32), rows, (1, 1, 2))
