@@ -37,7 +37,7 @@ constexpr int POOL_THREADS = 256, EACH = 8, CHUNK = POOL_THREADS * EACH;  // blo
 
 // Pixels of an image, from the first to those past the last.
 struct Window {
-    int top, left, bottom, right;
+    i64 top, left, bottom, right;
 
     DEVICE double pixels() const { return static_cast<double>(bottom - top) * (right - left); }
 };
@@ -45,11 +45,9 @@ struct Window {
 // Window `number` of the P x Q windows of an image; without WINDOWS all of it.
 template <bool WINDOWS>
 DEVICE Window window_of(i64 number, i64 P, i64 Q, i64 H, i64 W) {
-    const auto narrow = [](i64 value) { return static_cast<int>(value); };
-    if constexpr (!WINDOWS) return Window{0, 0, narrow(H), narrow(W)};
+    if constexpr (!WINDOWS) return Window{0, 0, H, W};
     const i64 p = divide(number, Q), q = number - p * Q;
-    return Window{narrow(divide(p * H, P)), narrow(divide(q * W, Q)), narrow(divide((p + 1) * H + P - 1, P)),
-                  narrow(divide((q + 1) * W + Q - 1, Q))};
+    return Window{divide(p * H, P), divide(q * W, Q), divide((p + 1) * H + P - 1, P), divide((q + 1) * W + Q - 1, Q)};
 }
 
 // An active block: its row of the stack, and which of its lines and columns are of the window.
@@ -60,14 +58,14 @@ struct Listed {
 // Which of `size` lines from line `corner` of the image on are from `first` to before `last`: the number of those before
 // `last`, and, in the high half, of those before `first`.
 template <bool WINDOWS>
-DEVICE int lines_of(int corner, int size, int first, int last) {
-    const auto before = [&](int end) { return static_cast<int>(clamp(static_cast<i64>(end) - corner, 0, size)); };
+DEVICE int lines_of(i64 corner, int size, i64 first, i64 last) {
+    const auto before = [&](i64 end) { return static_cast<int>(clamp(end - corner, 0, size)); };
     return (WINDOWS ? before(first) << 16 : 0) | before(last);
 }
 
 template <bool WINDOWS>
 DEVICE bool is_among(int line, int lines) {
-    return line < (lines & 0xffff) && (!WINDOWS || line >= lines >> 16);
+    return WINDOWS ? line < (lines & 0xffff) && line >= lines >> 16 : line < lines;
 }
 
 // The number of threads' items before those of this thread; `total` becomes that of all. `counts` is of 8 ints.
@@ -119,9 +117,9 @@ __global__ void __launch_bounds__(POOL_THREADS, 2)
         const i64 slice = divide(item, parts), number = divide(slice, slices), part = item - slice * parts;
         const i64 n = WINDOWS ? divide(number, of_image) : number;
         const Window window = window_of<WINDOWS>(number - n * of_image, P, Q, H, W);
-        const int top = WINDOWS ? window.top / BH : 0, left = WINDOWS ? window.left / BW : 0;  // blocks of the window
-        const int down = WINDOWS ? ceil_div(window.bottom, BH) - top : narrow(GH);
-        const int across = WINDOWS ? ceil_div(window.right, BW) - left : narrow(GW);
+        const int top = WINDOWS ? narrow(divide(window.top, BH)) : 0, left = WINDOWS ? narrow(divide(window.left, BW)) : 0;  // blocks of the window
+        const int down = WINDOWS ? narrow(divide(window.bottom + BH - 1, BH)) - top : narrow(GH);
+        const int across = WINDOWS ? narrow(divide(window.right + BW - 1, BW)) - left : narrow(GW);
         const i64 places = static_cast<i64>(down) * across;
         const int* const blocks = grid + (n * GH + top) * GW + left;
         const int v = narrow(slice - number * slices) * LANES + lane;
@@ -149,8 +147,8 @@ __global__ void __launch_bounds__(POOL_THREADS, 2)
 #pragma unroll
             for (int e = 0; e < EACH; ++e) {
                 its[e].row = static_cast<u32>(found[e]) < static_cast<u32>(rows) ? found[e] : -1;
-                its[e].lines = lines_of<WINDOWS>((top + hi) * BH, BH, window.top, window.bottom);
-                its[e].columns = lines_of<WINDOWS>((left + wi) * BW, BW, window.left, window.right);
+                its[e].lines = lines_of<WINDOWS>(static_cast<i64>(top + hi) * BH, BH, window.top, window.bottom);
+                its[e].columns = lines_of<WINDOWS>(static_cast<i64>(left + wi) * BW, BW, window.left, window.right);
                 if (MODE == MAXIMUM && its[e].row < 0 && begin + e < last && its[e].lines > 0 && its[e].columns > 0)
                     zeros = 1;
                 active += its[e].row >= 0;
