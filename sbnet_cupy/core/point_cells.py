@@ -6,6 +6,7 @@ from numbers import Real
 
 import numpy as np
 
+from ..errors import ShapeError
 from .arrays import namespace
 
 
@@ -44,24 +45,38 @@ def point_cells(columns, ranges, sizes, xp=None, divide=operator.truediv):
     for values, (low, high), size in zip(columns, ranges, sizes, strict=True):
         if size is None:
             continue
-        shape.append(max(math.ceil((high - low) / size - 1e-6), 1))
+        shape.append(_number_of_cells(low, high, size))
         cell = xp.floor(divide(xp.where(kept, values - low, 0), size)).astype(np.int64)
         cells.append(xp.clip(cell, 0, shape[-1] - 1))
     return kept, cells, tuple(shape)
 
 
+def _number_of_cells(low, high, size):
+    """Return the number of cells of a range, at least one; an excess of 1e-6 is ignored."""
+    cells = (high - low) / size - 1e-6
+    if not cells < 2**31 - 1:  # before it is rounded: it may be infinite
+        raise ShapeError(
+            "there must be fewer than 2**31 cells along an axis, got a range of "
+            f"{(low, high)} in cells of {size}"
+        )
+    return max(math.ceil(cells), 1)
+
+
 def number(value, name):
-    """Return ``value`` if it is a real number; raise ValueError otherwise."""
-    if not isinstance(value, Real) or isinstance(value, bool) or math.isnan(value):
+    """Return a real number as a float, infinite if none holds it; raise ValueError for others."""
+    if not isinstance(value, Real) or isinstance(value, bool) or value != value:
         raise ValueError(f"{name} must be a number, got {value!r}")
-    return value
+    try:
+        return float(value)
+    except OverflowError:  # of a long int or Fraction
+        return math.inf if value > 0 else -math.inf
 
 
 def check_range(value, name):
     """Return ``value`` if it is a pair of finite numbers, low < high; raise ValueError if not."""
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise ValueError(f"{name} must be a pair (low, high) in metres, got {value!r}")
-    low, high = (float(number(v, name)) for v in value)
+    low, high = (number(v, name) for v in value)
     if not -math.inf < low < high < math.inf:
         raise ValueError(f"{name} must be finite with low < high, got {value!r}")
     return low, high

@@ -58,7 +58,8 @@ def voxelize(
     ------
     ShapeError, DTypeError, ValueError
         If ``points`` is no list of points, there is not a row of ``features`` or a number in
-        ``sample`` for each, or a range or a size is empty.
+        ``sample`` for each, a range or a size is empty, or there are 2**31 voxels or more along an
+        axis.
 
     Source: Y. Zhou, O. Tuzel, "VoxelNet", CVPR 2018, arXiv:1711.06396 (the grid).
 

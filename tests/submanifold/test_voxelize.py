@@ -91,3 +91,15 @@ def test_ground_cells_are_those_of_birds_eye(xp):
     )
     expected = np.argwhere(to_numpy(mask))
     assert np.unique(to_numpy(x.indices)[:, :3], axis=0).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(("ranges", "size", "error", "message"), [
+    ([(0, 1e9)], 1e-300, sb.ShapeError, r"fewer than 2\*\*31 cells along an axis"),
+    ([(0, 2**31)], 1, sb.ShapeError, r"fewer than 2\*\*31 cells along an axis"),
+    ([(-1.7e308, 1.7e308)], 1e308, sb.ShapeError, r"fewer than 2\*\*31 cells along an axis"),
+    ([(0, 10**400)], 1, ValueError, r"ranges\[0\] must be finite"),
+    ([(0, 1)], 10**400, ValueError, "voxel_size must be a positive number"),
+])  # fmt: skip
+def test_grids_that_no_number_holds(ranges, size, error, message):
+    with pytest.raises(error, match=message):
+        sb.voxelize(np.ones((3, 3)), ranges=ranges, voxel_size=size)

@@ -45,7 +45,8 @@ def birds_eye(points, *, x_range, y_range, cell, z_range=None, min_points=1):
     Raises
     ------
     ShapeError, DTypeError, ValueError
-        If ``points`` is not a list of points, or a range or a size is empty.
+        If ``points`` is not a list of points, a range or a size is empty, or there are 2**31 cells
+        or more along an axis.
 
     Source: Yang et al. 2018, PIXOR, arXiv:1902.06326, section 3.1 (the grid SBNet's LiDAR runs on).
 
@@ -73,12 +74,13 @@ def cell_index(points, x_range, y_range, cell, z_range=None):
     """
     if points.shape[1] < 3:
         raise ShapeError(f"points must have shape (P, 3 or more), got {points.shape}; pass x, y, z")
-    if not 0 < number(cell, "cell") < math.inf:
+    size = number(cell, "cell")
+    if not 0 < size < math.inf:
         raise ValueError(f"cell must be a positive number of metres, got {cell!r}")
     ranges = [check_range(x_range, "x_range"), check_range(y_range, "y_range")]
     ranges.append((-math.inf, math.inf))
     if z_range is not None:
         ranges[2] = check_range(z_range, "z_range")
     xyz = [points[:, axis] for axis in range(3)]
-    kept, (row, column), (h, w) = point_cells(xyz, ranges, (cell, cell, None))
+    kept, (row, column), (h, w) = point_cells(xyz, ranges, (size, size, None))
     return namespace(points).where(kept, row * w + column, h * w), (h, w)

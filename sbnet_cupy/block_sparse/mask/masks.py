@@ -5,7 +5,9 @@ Drawn: ``top_left``, ``blobs``. From data: ``threshold`` of a picture, ``change`
 """
 
 import math
+import sys
 from functools import partial
+from numbers import Rational
 from typing import Any
 
 import numpy as np
@@ -100,13 +102,15 @@ def blobs(shape, density, *, sigma=8.0, seed=0, xp=np, dtype: Any = bool):
     """
     n, h, w = _mask_shape(shape)
     count = round(_density(density) * h * w)
-    if not number(sigma, "sigma") >= 0 or math.isinf(sigma):
+    spread = number(sigma, "sigma")
+    if not 0 <= spread < math.inf:
         raise ValueError(f"sigma must be a finite number of pixels, 0 or more, got {sigma!r}")
     mask = np.zeros((n, h * w), dtype=dtype)
+    spread = min(spread, 1e100)  # which leaves the mean alone, and has a square
     if mask.size:
         noise = np.random.default_rng(seed).standard_normal((n, h, w))
         frequency = np.fft.fftfreq(h)[:, None] ** 2 + np.fft.rfftfreq(w) ** 2
-        gaussian = np.exp(-2 * (math.pi * sigma) ** 2 * frequency)
+        gaussian = np.exp(-2 * (math.pi * spread) ** 2 * frequency)
         noise = np.fft.irfft2(np.fft.rfft2(noise) * gaussian, s=(h, w))
         highest = np.argsort(noise.reshape(n, -1), axis=1, kind="stable")[:, h * w - count :]
         np.put_along_axis(mask, highest, 1, axis=1)
@@ -258,14 +262,21 @@ def downsample(mask, factor):
 
 def _exceeds(picture, level):
     """Return ``picture > level`` in any channel, as [N, H, W] for any number of axes."""
-    number(level, "level")
-    level = int(level) if is_integer(level) else float(level)
+    level = _level(level)
     if picture.dtype.itemsize == 2 and is_float(picture.dtype):
         picture = picture.astype(np.float32)  # exact
     mask = picture > _rounded_down(level, picture.dtype)
     if mask.ndim > 2:
         mask = mask.any(axis=-1)
     return mask if mask.ndim == 3 else mask[None]
+
+
+def _level(level):
+    """Return a level as an int or a float that the same values of any dtype exceed, or raise."""
+    rounded = number(level, "level")
+    if math.isinf(rounded) and isinstance(level, Rational):  # finite, beyond all other floats
+        return sys.float_info.max if rounded > 0 else rounded
+    return int(level) if is_integer(level) else rounded
 
 
 def _rounded_down(level, dtype):

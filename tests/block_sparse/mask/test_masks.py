@@ -2,6 +2,7 @@
 
 import doctest
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -299,6 +300,9 @@ MASK = np.zeros((1, 3, 3), bool)
         (masks.birds_eye, (POINTS > 0,), GRID, DTypeError, "points"),
         (masks.birds_eye, (POINTS,), GRID | {"cell": 0}, ValueError, "cell"),
         (masks.birds_eye, (POINTS,), GRID | {"cell": math.inf}, ValueError, "cell"),
+        (masks.blobs, ((3, 3), 0.5), {"sigma": 10**400}, ValueError, "sigma"),
+        (masks.birds_eye, (POINTS,), GRID | {"cell": 10**400}, ValueError, "cell"),
+        (masks.birds_eye, (POINTS,), GRID | {"x_range": (0, 10**400)}, ValueError, "x_range"),
         (masks.birds_eye, (POINTS,), GRID | {"x_range": (1, 1)}, ValueError, "x_range"),
         (masks.birds_eye, (POINTS,), GRID | {"y_range": (0, math.inf)}, ValueError, "y_range"),
         (masks.birds_eye, (POINTS,), GRID | {"z_range": 3}, ValueError, "z_range"),
@@ -325,3 +329,28 @@ def test_the_examples_in_the_docstrings_run(module):
     result = doctest.testmod(module)
     assert result.failed == 0
     assert result.attempted > 0
+
+
+@pytest.mark.parametrize("cell", [1e-300, 1e-10, np.float32(1e-10), Fraction(1, 10**10)])
+def test_cells_that_no_grid_has_room_for(cell):
+    with pytest.raises(ShapeError, match=r"fewer than 2\*\*31 cells along an axis, got a range"):
+        masks.birds_eye(POINTS, **GRID | {"cell": cell})
+
+
+@pytest.mark.parametrize("dtype", [bool, int, np.uint8, np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("level", [10**400, Fraction(10**400, 3)])
+def test_levels_that_no_float_holds(xp, level, dtype):
+    """All finite numbers lie between, and the infinities outside."""
+    values = [0, 1] if np.dtype(dtype).kind != "f" else [-np.inf, -1, 0, 1, np.inf, np.nan]
+    picture = np.array([values], dtype)
+    for far in (level, -level):
+        expected = np.array([[[bool(v > far) for v in picture[0].tolist()]]])
+        assert_same(xp.to_numpy(masks.threshold(xp.asarray(picture), far)), expected)
+    changes = masks.change(xp.asarray(picture[:, :2]), xp.asarray(picture[:, :2]), level)
+    assert not xp.to_numpy(changes).any()
+
+
+def test_blobs_wider_than_any_image():
+    widest = masks.blobs((2, 9, 8), 0.25, sigma=1e300)
+    assert widest.sum(axis=(1, 2)).tolist() == [18, 18]
+    assert_same(widest, masks.blobs((2, 9, 8), 0.25, sigma=1e100))
