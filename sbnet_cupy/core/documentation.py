@@ -66,7 +66,12 @@ def documented_as(core, array):
         if function.__doc__ is None:  # python -OO
             return function
         own, inserted = inspect.getdoc(function), _INSERTED.search(inspect.getdoc(core)).group()
-        words = {**_WORDS, r"\ban array\b": f"a {array}", r"\barray": array}
+        words = {
+            **_WORDS,
+            r"\ban array\b(?!-like)": f"a {array}",
+            # These are of NumPy, whatever the library.
+            r"(NumPy array|array-like)|\barray": lambda found: found.group(1) or array,
+        }
         for phrase, instead in words.items():
             inserted = re.sub(phrase.replace(" ", r"\s+"), instead, inserted)
         function.__doc__ = _EXAMPLES.sub(lambda found: inserted + found.group(), own)
