@@ -13,6 +13,8 @@ from .per_image import reduce_rows, rows_of
 from .stack_global_pool import MODES, stack_global_pool
 from .stack_pixel_mask import inside
 
+_NONE = np.iinfo(np.int64).max  # after all pixels
+
 
 @array_function
 def stack_global_pool_grad(grad_y, x, table, *, mode="mean"):
@@ -20,7 +22,7 @@ def stack_global_pool_grad(grad_y, x, table, *, mode="mean"):
 
     For the mean ``dx[m, i, j, c] = grad_y[n, c] / (H * W)`` at every pixel in the image, for the
     sum ``grad_y[n, c]``. The gradient of a maximum goes to the first pixel in the order of rows and
-    columns of the image that has it; to none where it is the 0 of pixels in no active block.
+    columns of the image that has it; to none where that is the 0 of a pixel in no active block.
 
     Parameters
     ----------
@@ -76,13 +78,27 @@ def stack_global_pool_grad(grad_y, x, table, *, mode="mean"):
 def _first_largest(x, table, places):
     """Return bool [m, b_h, b_w, C]: the first pixel of each image that has its maximum."""
     xp, (bh, bw), (_, width) = namespace(x), table.block_size, table.image_size
-    y = rows_of(stack_global_pool(x, table, mode="max"), places)[:, None, None]
+    largest = stack_global_pool(x, table, mode="max")
+    y = rows_of(largest, places)[:, None, None]
     pixels = x[places.rows]
     same = inside(places) & ((pixels == y) | ((pixels != pixels) & (y != y)))
     line = places.first_pixels(0)[:, None] + xp.arange(bh)
     column = places.first_pixels(1)[:, None] + xp.arange(bw)
     number = (line[:, :, None] * width + column[:, None, :])[..., None]
-    none = np.iinfo(np.int64).max
-    first = xp.where(same, number, none).reshape(len(same), bh * bw, x.shape[3]).min(axis=1)
-    winner = rows_of(reduce_rows(first, places, "minimum", none), places)
-    return same & (number == winner[:, None, None])
+    first = xp.where(same, number, _NONE).reshape(len(same), bh * bw, x.shape[3]).min(axis=1)
+    winner = reduce_rows(first, places, "minimum", _NONE)
+    zero = _first_inactive(table, places.limit)[:, None]
+    winner = xp.where(largest == 0, xp.minimum(winner, zero), winner)
+    return same & (number == rows_of(winner, places)[:, None, None])
+
+
+def _first_inactive(table, limit):
+    """Return the number of each image's first pixel in no active block, which is 0: int64 [N]."""
+    xp, (bh, bw), (height, width) = namespace(table.grid), table.block_size, table.image_size
+    line, column = (xp.arange(n) * b for n, b in zip(table.grid.shape[1:], (bh, bw), strict=True))
+    number = line[:, None] * width + column
+    there = (line < height)[:, None] & (column < width)
+    active = (table.grid >= 0) & (table.grid < limit)
+    if not active.size:
+        return xp.full(table.batch, _NONE)
+    return xp.where(there & ~active, number, _NONE).min(axis=(1, 2))

@@ -44,7 +44,7 @@ def test_gradient(xp, body, mode, data):
     table = blocks.table(xp.asarray)
     images = blocks.images(table, 3, rng, np.float32)
     if mode == "max" and data.draw(st.booleans()):
-        images = np.round(images)  # the first of several
+        images = np.minimum(np.round(images), data.draw(st.sampled_from([0, 9])))  # of several
     grad = rng.standard_normal((blocks.batch, 3)).astype(np.float32)
     x = xp.asarray(blocks.stack(images, table))
     dx = to_numpy(sb.stack_global_pool_grad(xp.asarray(grad), x, table, mode=mode))
@@ -54,15 +54,23 @@ def test_gradient(xp, body, mode, data):
     mask = blocks.mask(table)
     if mode == "max":
         for n, c in np.ndindex(grad.shape):
-            largest = images[n, ..., c].max()
-            at = np.argwhere((images[n, ..., c] == largest) & mask[n, ..., 0])
-            if len(at):
-                expected[(n, *at[0], c)] = grad[n, c]
+            at = np.unravel_index(images[n, ..., c].argmax(), blocks.size)
+            expected[(n, *at, c)] = grad[n, c] * mask[(n, *at, 0)]
     else:
         share = 1 / pixels if mode == "mean" else 1
         expected += np.where(mask, grad[:, None, None] * share, 0)
     assert_close(blocks.unstack(dx, table).astype(np.float32), expected, terms=2, dtype=np.float32,
                  magnitude=abs(expected))  # fmt: skip
+
+
+@pytest.mark.parametrize("active", [0, 1])
+def test_a_maximum_of_0_belongs_to_the_first_pixel_that_is_0(xp, active):
+    """Also where that lies in no active block."""
+    mask = np.zeros((1, 2, 4), bool)
+    mask[0, 0, 2 * active] = True
+    table, x = sb.block_table(xp.asarray(mask), 2), xp.asarray(np.zeros((1, 2, 2, 1)))
+    dx = sb.stack_global_pool_grad(xp.asarray(np.ones((1, 1))), x, table, mode="max")
+    assert to_numpy(dx).ravel().tolist() == [1 - active, 0, 0, 0]
 
 
 @stack_cases.FEW
