@@ -9,7 +9,9 @@ but with ``method="fused"``.
   also the number of active blocks: ``reduce_mask`` needs no ``capacity``. What the arguments tell
   about the shape of a result is kept.
 - ``tf.GradientTape``: gradients of any order; the operations are linear in images and blocks, and
-  their gradients are the operations again.
+  their gradients are the operations again. Except those of second order of a ``tf.function`` that
+  lists blocks, by tapes outside of it: TensorFlow's nested custom gradients raise a TypeError. With
+  both tapes inside the function they work.
 - Results are TensorFlow tensors on memory of NumPy, through DLPack; their alignment is looked at
   first, and a result that is not aligned is copied. Inputs are never copied.
 
