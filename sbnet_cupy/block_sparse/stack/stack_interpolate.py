@@ -24,8 +24,9 @@ def stack_interpolate(
     at ``s = p * (n - 1) / (n' - 1)`` with ``align_corners``. "bilinear" mixes the pixels
     ``floor(s)`` and ``floor(s) + 1`` in the shares of their nearness, along both axes, with ``s``
     clamped to the image; "nearest" takes pixel ``floor(p * n / n')``. Without ``size``, ``n / n'``
-    is ``1 / scale_factor``. Pixels in no active block are 0. The mean is computed in float32
-    (float64 for float64) and rounded once.
+    is ``1 / scale_factor``; also on an axis whose size the factor leaves unchanged, as 3 pixels
+    times 1.25, which PyTorch copies on a CPU. Pixels in no active block are 0. The mean is computed
+    in float32 (float64 for float64) and rounded once.
 
     Parameters
     ----------
