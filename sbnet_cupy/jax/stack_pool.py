@@ -142,4 +142,15 @@ def _first(x, own, y, places):
     value = places.of_images(y)[:, None, None]
     same = own & ((x == value) | (jnp.isnan(x) & jnp.isnan(value)))
     first = places.by_place(jnp.where(same, number, most).min((1, 2)), most).min(1, initial=most)
+    zero = _first_inactive(places, most)[:, None]
+    first = jnp.where(y == 0, jnp.minimum(first, zero), first)
     return same & (number == places.of_images(first)[:, None, None])
+
+
+def _first_inactive(places, most):
+    """Return the number of each image's first pixel in no active block, which is 0: int32 [N]."""
+    grid, (height, width) = places.table.grid, places.table.image_size
+    sizes = zip(grid.shape[1:], places.table.block_size, strict=True)
+    line, column = (jnp.arange(n, dtype=jnp.int32) * b for n, b in sizes)
+    free = (line < height)[:, None] & (column < width) & ((grid < 0) | (grid >= places.limit))
+    return jnp.where(free, line[:, None] * width + column, most).min((1, 2), initial=most)

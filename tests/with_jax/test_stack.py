@@ -311,6 +311,15 @@ def network(sbj, frame, mask, weights):
     return image.sum((1, 2)) + sbj.stack_global_pool(h, table)
 
 
+@pytest.mark.parametrize("active", [0, 1])
+def test_a_maximum_of_0_belongs_to_the_first_pixel_that_is_0(sbj, jax, active):
+    """Also where that lies in no active block."""
+    mask = jax.numpy.zeros((1, 2, 4), bool).at[0, 0, 2 * active].set(True)
+    table = sbj.block_table(mask, 2)
+    dx = jax.grad(lambda x: sbj.stack_global_pool(x, table, mode="max").sum())
+    assert dx(jax.numpy.zeros((1, 2, 2, 1))).ravel().tolist() == [1 - active, 0, 0, 0]
+
+
 def test_a_network_under_jit_grad_and_vmap(sbj, place, jax):
     """A mapped network, and its mapped gradient, are those of one member after the other."""
     frames = normal(3, *SIZE, 2)
