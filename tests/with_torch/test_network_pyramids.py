@@ -107,6 +107,9 @@ GATES = {
     "sum": lambda x, y: y + x,
     "both": lambda x, y: (x * y, y),
     "written": lambda x, y: x + y.add_(1),
+    "multiplied in place": lambda x, y: y.mul_(x),
+    "largest": lambda x, y: torch.maximum(y, x) * x,
+    "of both sides": lambda x, y: torch.cat([y, x, y], 1),
     "of parts": lambda x, y: x[:, :4] * y[:, 4:],
 }
 
