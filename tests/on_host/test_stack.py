@@ -15,7 +15,8 @@ from sbnet_cupy.block_sparse.stack.stack_conv_plan import StackConv
 from support import stack_cases
 from support.assertions import assert_close, assert_same
 from support.exhaustive import all_but, thinned_pairs
-from support.stack_as_on_gpu import by_numpy, drawn, in_the_image
+from support.stack_as_on_gpu import by_numpy, in_the_image
+from support.stack_cases import drawn
 from support.strategies import BFLOAT16
 
 FLOAT16, FLOAT32 = np.dtype("f2"), np.dtype("f4")

@@ -13,7 +13,8 @@ from sbnet_cupy.core.compile import cpp_name
 from support import stack_cases
 from support.assertions import assert_close, assert_same
 from support.exhaustive import thinned_pairs
-from support.stack_as_on_gpu import by_numpy, drawn, in_the_image
+from support.stack_as_on_gpu import by_numpy, in_the_image
+from support.stack_cases import drawn
 from support.strategies import BFLOAT16
 
 FLOAT16, FLOAT32 = np.dtype("f2"), np.dtype("f4")
@@ -47,13 +48,12 @@ def test_max_pool_of_images_with_zeros_around(on_shim, dtype, kernel):
     _, table, x, _ = drawn(dtype, 8, (4, 2), (13, 9))
     x = -abs(x)
     padding = tuple((k // 2, (k - 1) // 2) for k in kernel)
-    window = {"kernel": kernel, "strides": 1, "padding": padding}
     image = by_numpy(sb.stack_to_image, x, table)
-    wide = np.pad(image.astype(np.float64), ((0, 0), *window["padding"], (0, 0)))
+    wide = np.pad(image.astype(np.float64), ((0, 0), *padding, (0, 0)))
     shape = wide.shape[1] - kernel[0] + 1, wide.shape[2] - kernel[1] + 1
     taps = [wide[:, r : r + shape[0], s : s + shape[1]] for r, s in np.ndindex(kernel)]
     expected = by_numpy(sb.stack_from_image, np.max(taps, axis=0), table)
-    found = resolve_pool(x, table, kernel, 1, window["padding"], 1, False)
+    found = resolve_pool(x, table, kernel, 1, padding, 1, False)
     pool = stack_pool_launch.StackPool(
         cpp_name(dtype, "x"), dtype.itemsize, table.capacity, table.batch, table.grid.shape[1:], 8,
         (4, 2), table.image_size, (4, 2), found.kernel, found.strides, found.dilation, found.pads,

@@ -1,4 +1,4 @@
-"""The functions of a stack with their launches sent to the shim, as on a GPU; drawn stacks."""
+"""The functions of a stack with their launches sent to the shim, as on a GPU."""
 
 import importlib
 
@@ -9,7 +9,6 @@ import host_cuda
 import sbnet_cupy as sb
 from sbnet_cupy.core import launch as kernels
 from sbnet_cupy.core import packed
-from support import stack_cases
 from support.fused_on_host import AMPERE, RESIDENT
 from support.host_memory import Memory, OnAGpu, plan_some_as_on_a_gpu
 
@@ -59,16 +58,6 @@ def send_to_shim(monkeypatch, multiprocessors):
         monkeypatch.setattr(module, "current_device", lambda: device, raising=False)
         monkeypatch.setattr(module, "empty", memory.poisoned, raising=False)
     return memory, launched
-
-
-def drawn(dtype, channels, block=(8, 8), size=(29, 20), seed=0, spare=2):
-    """Blocks of two images whose sides are no multiples, and a poisoned stack."""
-    rng = np.random.default_rng(seed)
-    shape = (2, *(-(-n // b) for n, b in zip(size, block, strict=True)))
-    blocks = stack_cases.Blocks(rng.random(shape) < 0.6, block, size, spare)
-    table = blocks.table()
-    images = blocks.images(table, channels, rng, dtype)
-    return blocks, table, blocks.stack(images, table), rng
 
 
 def by_numpy(function, *arguments, **options):

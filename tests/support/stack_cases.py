@@ -74,6 +74,16 @@ class Blocks:
         assert not np.where(inside, 0, to_numpy(stack).astype(np.float64)).any()
 
 
+def drawn(dtype, channels, block=(8, 8), size=(29, 20), seed=0, spare=2):
+    """Blocks of two images whose sides are no multiples, and a poisoned stack."""
+    rng = np.random.default_rng(seed)
+    shape = (2, *(-(-n // b) for n, b in zip(size, block, strict=True)))
+    blocks = Blocks(rng.random(shape) < 0.6, block, size, spare)
+    table = blocks.table()
+    images = blocks.images(table, channels, rng, dtype)
+    return blocks, table, blocks.stack(images, table), rng
+
+
 @st.composite
 def blocks(draw, divisor=(1, 1), largest=12):
     """Draw blocks whose sizes ``divisor`` divides: of few pixels and many, odd images, batches."""

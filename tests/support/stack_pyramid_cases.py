@@ -12,6 +12,7 @@ from sbnet_cupy.core.compile import cpp_name
 from support import stack_cases
 from support.assertions import assert_close, assert_same
 from support.exhaustive import thinned_pairs
+from support.stack_cases import drawn
 from support.strategies import BFLOAT16
 
 DTYPES = [np.dtype("f2"), BFLOAT16, np.dtype("f4")]
@@ -43,15 +44,6 @@ MODES = ["nearest", "bilinear", "bilinear corners"]
 IMAGES = thinned_pairs(6, MODES, DTYPES, SIZES, [(2, 2), (3, 6), (1, 4)])
 
 
-def drawn(sizes, dtype):
-    """Return a table and a stack with numbers that nobody may read in other rows and pixels."""
-    rng, (channels, block, image) = np.random.default_rng(0), sizes
-    shape = (2, *(-(-n // b) for n, b in zip(image, block, strict=True)))
-    blocks = stack_cases.Blocks(rng.random(shape) < 0.6, block, image, 2)
-    table = blocks.table()
-    return table, blocks.stack(blocks.images(table, channels, rng, dtype), table)
-
-
 def describe(table, dtype, channels, block, image, **more):
     """Return the StackPool of what is pooled or interpolated."""
     return StackPool(
@@ -70,7 +62,7 @@ def launched(xp, run, x, table, y):
 
 def check_windows(mode, dtype, sizes, windows, xp=np):
     """Pool windows; compare with the means or maxima of the images' windows."""
-    size, (table, x) = sizes.image, drawn(sizes, dtype)
+    size, (_, table, x, _) = sizes.image, drawn(dtype, *sizes)
     image = sb.stack_to_image(x.astype(np.float64), table)
     reduce = np.mean if mode == "mean" else np.max
     each = [[slice(i * n // p, -(-(i + 1) * n // p)) for i in range(p)]

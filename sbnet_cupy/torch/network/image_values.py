@@ -116,7 +116,7 @@ class ImageValues(torch.Tensor):
         return self._plain
 
     def _enlarged(self):
-        if self._plain.shape[2:] == (1, 1):
+        if self.is_one_pixel:
             return self._plain.expand(self._shape).contiguous()
         options = {"mode": "bilinear", "align_corners": self._aligned}
         return F.interpolate(self._plain, self._shape[2:], **options).contiguous()
@@ -125,6 +125,11 @@ class ImageValues(torch.Tensor):
     def is_larger(self):
         """Whether there is a tensor of fewer pixels than this stands for."""
         return self._product is None and self._plain.shape != self._shape
+
+    @property
+    def is_one_pixel(self):
+        """Whether the tensor has one pixel; it has been computed."""
+        return self._plain.shape[2:] == (1, 1)
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -194,13 +199,13 @@ def plainly(x):
 
 def expanded(x):
     """Return an image of pixels that are all the same as a view of one; anything else as it is."""
-    is_one = type(x) is ImageValues and x.is_larger and x._plain.shape[2:] == (1, 1)
+    is_one = type(x) is ImageValues and x.is_larger and x.is_one_pixel
     return x._plain.expand(x._shape) if is_one else x
 
 
 def at_blocks(x, table, block, size):
     """Return an image of this size that is to be interpolated as a stack; None of anything else."""
-    if type(x) is not ImageValues or not x.is_larger or x._plain.shape[2:] == (1, 1):
+    if type(x) is not ImageValues or not x.is_larger or x.is_one_pixel:
         return None
     if (x._shape[0], *x._shape[2:]) != (table.batch, *size) or table.whole:
         return None

@@ -65,9 +65,7 @@ class Plan:
             return residual is None or self.residual is None
         if residual is None or self.residual is not None or not self.adds_behind:
             return False
-        source = self.source
-        while isinstance(source, units.Ahead):
-            source = source.plan.source
+        source = units.source_of(self)
         by_kernel = isinstance(source, torch.Tensor) and cuda.serves(source)
         return by_kernel and cuda.code_of(self.activation) is not None
 

@@ -102,6 +102,11 @@ def _chain(plan, shared=False):
     return chain
 
 
+def source_of(plan):
+    """Return what the first of the convolutions that wait for this one reads, or this one."""
+    return _chain(plan, shared=True)[0].source
+
+
 def run(plan):
     """Compute a chain of convolutions by one kernel, or return None where there is none."""
     chain = _chain(plan)
