@@ -123,7 +123,11 @@ struct Result {
     const float *scale, *bias;  // of the tile's columns
     Rows rows;
     int k0, K;
+    int pitch_added;  // channels from a pixel of the residual to the next: more than K, where it is a part of another stack
     using Sums = const float (&)[ChannelOrder<T>::COUNT];  // no generic lambdas: NVRTC 13.0 takes them for host functions
+
+    // Where a pixel of the residual begins.
+    DEVICE i64 added(int pixel) const { return static_cast<i64>(pixel) * pitch_added; }
 
     // The residuals of a thread's part of a tile, loaded before the sums are there: where they are so FEW.
     template <class Product>
@@ -143,7 +147,7 @@ struct Result {
 #pragma unroll
                 for (int v = 0; v < VECTORS; ++v) {
                     const int column = Product::column() + v * GROUPS * 8 + threadIdx.x % 4 * COUNT;
-                    to.add_to[m][half][v] = residual_at<true>(residual, static_cast<i64>(pixel) * K + k0 + column,
+                    to.add_to[m][half][v] = residual_at<true>(residual, added(pixel) + k0 + column,
                                                               pixel >= 0 && k0 + column < K);
                 }
             }
@@ -219,7 +223,7 @@ struct Result {
         constexpr int LINE = 128 / sizeof(T), LINES = ceil_div(BN, LINE);
         for (int i = thread; i < BM * LINES; i += threads) {
             const int pixel = rows.pixel(i / LINES), k = k0 + i % LINES * LINE;
-            if (pixel >= 0 && k < K) prefetch_line(residual + static_cast<i64>(pixel) * K + k);
+            if (pixel >= 0 && k < K) prefetch_line(residual + added(pixel) + k);
         }
     }
 
@@ -243,7 +247,7 @@ private:
                     if constexpr (LOADED)
                         add_to[v] = loaded.add_to[m][half][v];
                     else
-                        add_to[v] = residual_at<VECTOR>(residual, at + column, pixel >= 0 && k0 + column < K);
+                        add_to[v] = residual_at<VECTOR>(residual, added(pixel) + k0 + column, pixel >= 0 && k0 + column < K);
                 }
 #pragma unroll
                 for (int v = 0; v < VECTORS; ++v) {
@@ -283,8 +287,8 @@ private:
                     if constexpr (LOADED)
                         add_to[m][half] = loaded.add_to[m][half][v];
                     else
-                        add_to[m][half] = residual_at<VECTOR>(ADDED ? residual : nullptr,
-                                                              static_cast<i64>(pixels[m][half]) * K + k, pixels[m][half] >= 0 && k < K);
+                        add_to[m][half] = residual_at<VECTOR>(ADDED ? residual : nullptr, added(pixels[m][half]) + k,
+                                                              pixels[m][half] >= 0 && k < K);
                 }
             alignas(16) float its_scale[COUNT], its_bias[COUNT];
 #pragma unroll

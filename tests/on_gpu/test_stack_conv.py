@@ -42,6 +42,11 @@ CASES = [
         residual=False,
     ),
     ConvCase(blocks=Blocks(image=(200, 200), block=(16, 8)), channels=80, channels_out=32),
+    # Parts of other stacks: by tables, by tensor maps, in patches.
+    ConvCase(blocks=Blocks(block=(4, 4)), channels=72, channels_out=136, beside=(8, 72)),
+    ConvCase("BFloat16", Blocks(block=(4, 4)), 136, 64, (1, 1), beside=(64, 8)),
+    ConvCase(blocks=Blocks(image=(40, 33), block=(8, 8)), channels=64, beside=(64, 0)),
+    ConvCase("float", Blocks(block=(4, 4)), 256, 64, beside=(4, 12)),
     # Tiles of several rounds, on the GPUs of today: those of the last one are cut.
     ConvCase(blocks=Blocks(image=(200, 200)), channels=64, channels_out=136, dilation=(2, 2)),
 ]
@@ -71,17 +76,18 @@ def test_plans_are_exact(case, require):
     for settled, plan in ((s, p) for p in plans for s in (False, True)):
 
         def launch(x, w, scale, bias, residual, table, out, settled=settled, plan=plan):
-            given = [None if a is None else cupy.asarray(a) for a in (x, w, scale, bias, residual)]
-            packed = prepare_stack_pack(conv, "HWIO")(*given[1:4])
+            given = [None if a is None else cupy.asarray(a) for a in (w, scale, bias)]
+            x, residual = (case.part(a, cupy.asarray) for a in (x, residual))
+            packed = prepare_stack_pack(conv, "HWIO")(*given)
             y, lists = cupy.asarray(out), map(cupy.asarray, table)
             run = prepare_stack_conv(conv, settled, settled, plan)
             if case.shortcut:
                 also, kernel, its_bias = map(cupy.asarray, case.stored_shortcut())
                 pointwise = conv._replace(channels=also.shape[3], kernel=(1, 1), shortcut=None)
                 pack = prepare_stack_pack(pointwise, "HWIO")
-                run(given[0], packed, also, pack(kernel, None, its_bias), *lists, y)
+                run(x, packed, also, pack(kernel, None, its_bias), *lists, y)
             else:
-                run(given[0], packed, given[4], *lists, y)
+                run(x, packed, residual, *lists, y)
             np.copyto(out, cupy.asnumpy(y))
 
         case.run(launch, settled)

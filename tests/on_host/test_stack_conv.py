@@ -1,6 +1,7 @@
 """The CUDA kernels on a stack of blocks, on the CPU: convolutions and blocks with their rims."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -334,6 +335,47 @@ def test_convolution_from_patches_is_exact(case, plan, monkeypatch):
     assert_exact(case, plan, clear_rows=plan.patch_stages == 1, settled=plan.stages == 2)
 
 
+PARTS = [  # some channels of other stacks: of x, and of the residual
+    (ConvCase(channels=40, channels_out=72, beside=(8, 24)), full_plan(plan(SMALL, 3), False, 0)),
+    (
+        ConvCase("float", Blocks(block=(2, 4)), 20, 44, beside=(4, 0)),
+        full_plan(plan(SMALL, 3, 2), False, 0),
+    ),
+    (ConvCase(channels=72, channels_out=136, beside=(0, 8)), full_plan(plan(TALL, 2), True, 0)),
+    (
+        ConvCase("BFloat16", Blocks(block=(2, 2)), 136, 64, (1, 1), beside=(64, 8)),
+        full_plan(plan(SMALL, 3, 2), True, 0),
+    ),
+    (
+        ConvCase(channels=24, channels_out=72, kernel=(1, 1), beside=(16, 16)),
+        full_plan(plan(TALL, 2), True, 2),
+    ),
+    (
+        ConvCase(channels=72, channels_out=72, beside=(8, 16)),
+        full_plan(plan(SMALL, 3, 3), True, 0)._replace(partials=False),
+    ),
+    (
+        ConvCase(channels=72, channels_out=72, kernel=(1, 1), beside=(8, 16)),
+        full_plan(plan(SMALL, 3), True, 0)._replace(bulk=True),
+    ),
+    (
+        ConvCase(channels=96, channels_out=96, groups=4, beside=(8, 8)),
+        full_plan(plan(SMALL, 3), True, 0),
+    ),
+    (
+        ConvCase(channels=72, residual=False, shortcut=(64, (2, 2)), beside=(8, 0)),
+        full_plan(plan(SMALL, 3), True, 0),
+    ),
+    *((replace(case, beside=(8, 8)), plan) for case, plan in PATCHES[:2]),
+]
+
+
+@pytest.mark.parametrize(("case", "plan"), first_of(PARTS, 4, sanitized=7), ids=str)
+def test_parts_of_other_stacks_are_read_where_they_lie(case, plan, monkeypatch):
+    use_shim(monkeypatch, AMPERE if plan.kernel == "stack_conv" else BLACKWELL, thread_blocks=2)
+    assert_exact(case, plan, clear_rows=True)
+
+
 @pytest.mark.parametrize("given", SHORTCUTS, ids=str)
 def test_shortcut_is_exact(given, monkeypatch):
     use_shim(monkeypatch, BLACKWELL, thread_blocks=2)
@@ -451,9 +493,9 @@ def assert_exact(case, plan, clear_rows, settled=False):
             also, kernel, its_bias = case.stored_shortcut()
             pointwise = conv._replace(channels=also.shape[3], kernel=(1, 1), shortcut=None)
             packed_also = prepare_stack_pack(pointwise, "HWIO")(kernel, None, its_bias)
-            run(x, packed, also, packed_also, *table, out)
+            run(case.part(x), packed, also, packed_also, *table, out)
         else:
-            run(x, packed, residual, *table, out)
+            run(case.part(x), packed, case.part(residual), *table, out)
 
     case.run(launch, clear_rows)
 

@@ -129,6 +129,7 @@ class ConvCase:
     groups: int = 1
     shortcut: tuple | None = None  # channels and strides; its scale is 1
     image_out: tuple | None = None  # ceil(n / stride) pixels by default
+    beside: tuple | None = None  # channels ahead of those of x and behind them, in their stack
 
     def sizes(self, rows):
         """Return the StackConv."""
@@ -156,7 +157,22 @@ class ConvCase:
             expected=rows,
             shortcut=self.shortcut and Shortcut(*self.shortcut),
             group=self.group if self.groups > 1 else None,
+            part_of=self.beside and self.channels + sum(self.beside),
+            added_part_of=self.beside and self.channels_out + sum(self.beside),
         )
+
+    def part(self, array, asarray=np.asarray):
+        """Return stored x, or a residual, as a part of another stack: memory from there on.
+
+        NaN where nobody may read.
+        """
+        if array is None or self.beside is None:
+            return None if array is None else asarray(array)
+        channels, (ahead, behind) = array.shape[3], self.beside
+        whole = np.full((*array.shape[:3], ahead + channels + behind), np.nan)
+        whole = stored(whole, self.element)
+        whole[..., ahead : ahead + channels] = array
+        return asarray(whole).reshape(-1)[ahead:]
 
     @property
     def group(self):

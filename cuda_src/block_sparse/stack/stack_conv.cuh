@@ -50,13 +50,14 @@ struct ChannelGroups {
 
 struct Problem {
     int C, K;            // channels
+    int pitch;           // channels from a pixel of x to the next: more than C, where x is a part of another stack
     int bh, bw, ph, pw;  // pixels of a block of x and of y
     int H, W, P, Q;      // pixels of the images of x and y
     int R, S, SH, SW, DH, DW, top, left;
 
     DEVICE Problem(i64 C, i64 K, i64 bh, i64 bw, i64 ph, i64 pw, i64 H, i64 W, i64 P, i64 Q, i64 R, i64 S, i64 SH,
-                   i64 SW, i64 DH, i64 DW, i64 top, i64 left)
-        : C(narrow(C)), K(narrow(K)), bh(narrow(bh)), bw(narrow(bw)), ph(narrow(ph)), pw(narrow(pw)), H(narrow(H)),
+                   i64 SW, i64 DH, i64 DW, i64 top, i64 left, i64 pitch)
+        : C(narrow(C)), K(narrow(K)), pitch(narrow(pitch)), bh(narrow(bh)), bw(narrow(bw)), ph(narrow(ph)), pw(narrow(pw)), H(narrow(H)),
           W(narrow(W)), P(narrow(P)), Q(narrow(Q)), R(narrow(R)), S(narrow(S)), SH(narrow(SH)), SW(narrow(SW)),
           DH(narrow(DH)), DW(narrow(DW)), top(narrow(top)), left(narrow(left)) {}
     // No block of y sticks out of its image, nor lies outside: a window without padding leaves fewer blocks.
@@ -204,10 +205,10 @@ DEVICE typename RowsOf<IMAGES>::Type rows_of(int p0, int end, const int* found) 
 
 // ---------------------------------------------------------------------------- one chunk of a tile
 
-// How many units a pixel of x has, as offsets count them: vectors of 16 bytes, or one pixel.
+// How many units a pixel of x lies behind the one before, as offsets count them: vectors of 16 bytes, or one pixel.
 template <typename T, bool VECTOR>
 DEVICE int units_of_pixel(const Problem& g) {
-    return VECTOR ? g.C / static_cast<int>(16 / sizeof(T)) : 1;
+    return VECTOR ? g.pitch / static_cast<int>(16 / sizeof(T)) : 1;
 }
 
 // Begin to copy 16 bytes of channels, from channel c of the pixel at an offset on, or zeros for -1.
@@ -302,6 +303,8 @@ private:
 // What a thread block works on.
 //   POINTWISE    a 1x1 kernel with stride 1: pixel p of y reads pixel p of x, and the table is not needed
 //   VECTOR_IN    pixels of x are whole vectors of 16 bytes, aligned; VECTOR_OUT: those of y and the residual
+//   pitch        channels from a pixel of x to the next; pitch_added: of the residual. In vectors, x and the residual may be
+//                some channels of other stacks
 //   ROUND        x is float, rounded to tf32 in shared memory
 //   PARTIALS     thread blocks that share K leave their sums in memory; else they are a cluster and add up
 //   CACHED       pixels come through the L1 cache, since taps read the same ones
@@ -314,4 +317,4 @@ private:
         const int *__restrict__ bin_counts, const int *__restrict__ indices, const int *__restrict__ grid,            \
         float *__restrict__ partials, T *__restrict__ y, i64 M, i64 N, i64 GH, i64 GW, i64 C, i64 K, i64 bh, i64 bw,  \
         i64 ph, i64 pw, i64 H, i64 W, i64 P, i64 Q, i64 R, i64 S, i64 SH, i64 SW, i64 DH, i64 DW, i64 top, i64 left,  \
-        i64 span, i64 group_in, i64 group_out, i64 settled, i64 clear_rows
+        i64 pitch, i64 pitch_added, i64 span, i64 group_in, i64 group_out, i64 settled, i64 clear_rows

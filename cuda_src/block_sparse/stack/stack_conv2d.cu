@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS, BLOCKS) st
     int* const inside = reinterpret_cast<int*>(bias + BN);
     int* const offsets = inside + BM;  // [taps][BM]: pixels of the stack, or -1
 
-    const Problem g(C, K, bh, bw, ph, pw, H, W, P, Q, R, S, SH, SW, DH, DW, top, left);
+    const Problem g(C, K, bh, bw, ph, pw, H, W, P, Q, R, S, SH, SW, DH, DW, top, left, pitch);
     const ChannelGroups by_group{Problem::narrow(group_in), Problem::narrow(group_out), Problem::narrow(span)};
     const int channels = GROUPED ? by_group.span : g.C;
     const Order order(channels, LANES, POINTWISE ? 1 : g.R * g.S);
@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS, BLOCKS) st
             copy_async_commit();
         }
         fill = AHEAD;
-        const Result<T, StackRows> result{residual, y, scale, bias, {p0, pixels, whole ? nullptr : inside}, k0, g.K};
+        const Result<T, StackRows> result{residual, y, scale, bias, {p0, pixels, whole ? nullptr : inside}, k0, g.K, Problem::narrow(pitch_added)};
         if (residual && !PARTIALS) result.template prefetch<BM, BN>(threadIdx.x, THREADS);
 
         float acc[MT][NT][4];
@@ -227,13 +227,13 @@ __global__ void __launch_bounds__(256)
     stack_conv_sum(const float* __restrict__ partials, const u8* __restrict__ packed, const T* __restrict__ residual,
                    const int* __restrict__ bin_counts, const int* __restrict__ indices, const int* __restrict__ grid,
                    T* __restrict__ y, i64 M, i64 N, i64 GH, i64 GW, i64 K, i64 ph, i64 pw, i64 P, i64 Q, i64 width,
-                   i64 clear_rows) {
+                   i64 pitch_added, i64 clear_rows) {
     constexpr int COUNT = ChannelOrder<T>::COUNT;
     overlap_launches();
     const auto narrow = [](i64 value) { return static_cast<int>(value); };
     const int rows = narrow(clamp(*bin_counts, 0, M));
     const BlockTable table{indices, grid, narrow(N), narrow(GH), narrow(GW), rows};
-    const Problem g(0, K, 1, 1, ph, pw, 0, 0, P, Q, 1, 1, 1, 1, 1, 1, 0, 0);
+    const Problem g(0, K, 1, 1, ph, pw, 0, 0, P, Q, 1, 1, 1, 1, 1, 1, 0, 0, 0);
     const Finder finder(table, g);
     const bool whole = g.whole(table);
     const i64 across = ceil_div<i64>(K, COUNT), total = rows * ph * pw * across;
@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(256)
                 for (int v = 0; v < 4; ++v) sums[e + v] = q == 0 ? values[v] : sums[e + v] + values[v];
             }
         const bool inside = whole || finder.is_inside(narrow(p), 0);
-        finish<T, ACTIVATION, VECTOR_OUT, false>(sums, scale + k, bias + k, residual_at<VECTOR_OUT>(residual, p * K + k, true),
+        finish<T, ACTIVATION, VECTOR_OUT, false>(sums, scale + k, bias + k, residual_at<VECTOR_OUT>(residual, p * pitch_added + k, true),
                                           residual, y, p * K + k, narrow(K) - k, inside);
     }
     if (clear_rows) clear_rest<VECTOR_OUT>(y, rows * ph * pw * K, M * ph * pw * K);

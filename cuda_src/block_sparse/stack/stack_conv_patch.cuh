@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(Engine<T, TH * TW * PATCHES, BN, WM, WN>::THRE
     static_assert(TH % CELL == 0 && TW % CELL == 0, "cells of 8 x 8 pixels");
 
     DYNAMIC_SHARED(u8, unaligned);
-    const Problem g(C, K, bh, bw, ph, pw, H, W, P, Q, R, S, SH, SW, DH, DW, top, left);
+    const Problem g(C, K, bh, bw, ph, pw, H, W, P, Q, R, S, SH, SW, DH, DW, top, left, pitch);
     const Order order(g.C, LANES, g.R * g.S);
     const int groups = ALONE ? 1 : order.groups + (REST ? 1 : 0);  // patches of a tile
     const int height = TH + (g.R - 1) * g.DH, width = TW + (g.S - 1) * g.DW, patch_pixels = PATCHES * height * width;
@@ -262,7 +262,7 @@ __global__ void __launch_bounds__(Engine<T, TH * TW * PATCHES, BN, WM, WN>::THRE
                 }
                 if (residual) {  // it is read at the end
                     const PatchRows<TH, TW, PATCHES> its{parts, table, tile / across, true};
-                    const Result<T, PatchRows<TH, TW, PATCHES>> result{residual, y, nullptr, nullptr, its, tile % across * BN, g.K};
+                    const Result<T, PatchRows<TH, TW, PATCHES>> result{residual, y, nullptr, nullptr, its, tile % across * BN, g.K, Problem::narrow(pitch_added)};
                     result.template prefetch<BM, BN>(thread, PATCH_COPIERS);
                 }
             }
@@ -347,7 +347,7 @@ __global__ void __launch_bounds__(Engine<T, TH * TW * PATCHES, BN, WM, WN>::THRE
             barrier_wait(shared.table_full + its_tables.slot, its_tables.phase);
             const float* const scale = shared.tables + its_tables.slot * (2 * BN);
             const PatchRows<TH, TW, PATCHES> its{parts, table, tile / across, whole};
-            const Result<T, PatchRows<TH, TW, PATCHES>> result{residual, y, scale, scale + BN, its, tile % across * BN, g.K};
+            const Result<T, PatchRows<TH, TW, PATCHES>> result{residual, y, scale, scale + BN, its, tile % across * BN, g.K, Problem::narrow(pitch_added)};
             result.template store<ACTIVATION, VECTOR_OUT, false, Product>(acc);
             __syncwarp();
             if (lane == 0) barrier_arrive(shared.table_empty + its_tables.slot);

@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
 
     DYNAMIC_SHARED(u8, unaligned);
     const Memory shared(unaligned);
-    const Problem g(C, K, bh, bw, ph, pw, H, W, P, Q, R, S, SH, SW, DH, DW, top, left);
+    const Problem g(C, K, bh, bw, ph, pw, H, W, P, Q, R, S, SH, SW, DH, DW, top, left, pitch);
     const ChannelGroups by_group{Problem::narrow(group_in), Problem::narrow(group_out), Problem::narrow(span)};
     const int channels = GROUPED ? by_group.span : g.C;
     const Order order(channels, LANES, POINTWISE || BULK ? 1 : g.R * g.S);
@@ -167,14 +167,14 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
                 const int vector = i * RESIDUAL_COPIERS + helper, row = vector / VECTORS, column = vector % VECTORS * LANES;
                 const bool there = p0 + row < end && k0 + column < g.K;
                 copy_async_16(result + row * RESULT_PITCH + column * sizeof(T),
-                              residual + (there ? static_cast<i64>(p0 + row) * g.K + k0 + column : 0), there);
+                              residual + (there ? static_cast<i64>(p0 + row) * Problem::narrow(pitch_added) + k0 + column : 0), there);
             }
             copies_arrive(shared.result_full + result_stage.slot);
             result_stage.advance();
         };
         const auto prefetch_residual = [&](int p0, int k0, int end) {
             if (residual)
-                Result<T, StackRows>{residual, y, nullptr, nullptr, {p0, end, nullptr}, k0, g.K}.template prefetch<BM, BN>(
+                Result<T, StackRows>{residual, y, nullptr, nullptr, {p0, end, nullptr}, k0, g.K, Problem::narrow(pitch_added)}.template prefetch<BM, BN>(
                     recomputed(helper) + rank * RESIDUAL_COPIERS, RESIDUAL_COPIERS * SPLIT);
         };
         // The same of a pixel of images, and those to whom results go.
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
             constexpr int LINE = 128 / sizeof(T);
             if (!residual || pixel < 0) return;
             for (int k = k0 + rank * LINE; k < min(k0 + BN, g.K); k += SPLIT * LINE)
-                prefetch_line(residual + static_cast<i64>(pixel) * g.K + k);
+                prefetch_line(residual + static_cast<i64>(pixel) * Problem::narrow(pitch_added) + k);
         };
         const auto leave_tile = [&](int tile) {
             if constexpr (CLUSTERED) {
@@ -382,7 +382,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
             if constexpr (LISTED) barrier_wait(shared.found_full + found_stage.slot, found_stage.phase);
             const int* const found = IMAGES || !whole ? shared.inside + found_stage.slot * BM : nullptr;
             const Rows its_rows = rows_of<IMAGES>(p0, end, found);
-            const Result<T, Rows> result{residual, y, shared.scale, shared.bias, its_rows, k0, g.K};
+            const Result<T, Rows> result{residual, y, shared.scale, shared.bias, its_rows, k0, g.K, Problem::narrow(pitch_added)};
             using Loaded = typename Result<T, Rows>::template Loaded<Product>;
             Loaded loaded;
             constexpr bool EARLY = !PARTIALS && (LISTED || !IMAGES) && SPLIT == 1 && RESULTS == 0 && VECTOR_OUT && Loaded::FEW;

@@ -69,7 +69,7 @@ DEVICE void finish_in_cluster(const float (&acc)[MT][NT][4], const Result<T, Row
     });
     const auto add_to = [&](int i) {
         const int p = result.rows.pixel(from + i / VECTORS), k = result.k0 + i % VECTORS * LANES;
-        return residual_at<VECTOR_OUT>(result.residual, static_cast<i64>(p) * K + k, p >= 0 && k < K);
+        return residual_at<VECTOR_OUT>(result.residual, result.added(p) + k, p >= 0 && k < K);
     };
     uint4 addend = zero<uint4>();
     if (static_cast<int>(threadIdx.x) < (to - from) * VECTORS) addend = add_to(threadIdx.x);

@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(256, RESIDENT<S, RUN * SW>)
     constexpr int PLACE = 5;
     using Vector = typename Bytes<V * sizeof(T)>::type;
     DYNAMIC_SHARED(u8, shared);
-    const Problem g(C, C, bh, bw, ph, pw, H, W, P, Q, kernel_h, kernel_w, SH, stride_w, DH, DW, top, left);
+    const Problem g(C, C, bh, bw, ph, pw, H, W, P, Q, kernel_h, kernel_w, SH, stride_w, DH, DW, top, left, C);
     const int TH = Problem::narrow(tile_h), runs = Problem::narrow(runs_of_tile), at_once = Problem::narrow(tiles_at_once);
     const int TW = runs * RUN, taps = g.R * g.S, c0 = blockIdx.y * SLICE, threads = blockDim.x;
     const ReadAlong down(TH, g.SH, g.DH, g.R), across(TW, g.SW, g.DW, g.S);

@@ -59,6 +59,8 @@ class StackConv(NamedTuple):
     shortcut: "Shortcut | None" = None  # a second product that is added
     group: tuple[int, int] | None = None  # channels of x and of y of a group, if there are several
     of_images: bool = False  # x, y and residual are images: windows read all of x; `block` is of x
+    part_of: int | None = None  # channels of the stack of which x is a part, if it is one
+    added_part_of: int | None = None  # those of which the residual is a part; both in vectors
 
     @property
     def element_bytes(self):
@@ -104,6 +106,11 @@ class StackConv(NamedTuple):
     def group_sizes(self):
         """Channels of x and of y of a group."""
         return self.group or (self.channels, self.channels_out)
+
+    @property
+    def pitches(self):
+        """Channels from a pixel to the next of x, and of the residual."""
+        return self.part_of or self.channels, self.added_part_of or self.channels_out
 
     @property
     def chunks(self):
@@ -273,7 +280,7 @@ def missing_kernel(conv, device):
         if not (device.bulk_copy and conv.vectors_in):
             return "images, where pixels are no whole vectors, or on this GPU"
         pixels = max(pixels, conv.images * max(math.prod(conv.image), math.prod(conv.image_out)))
-    vectors = -(-conv.channels * conv.element_bytes // 16)
+    vectors = -(-conv.pitches[0] * conv.element_bytes // 16)
     if pixels * vectors >= 2**31 - 2**16:  # offsets count vectors
         return f"stacks of {conv.rows} blocks of {conv.block} pixels with {conv.channels} channels"
     if conv.shortcut is not None:

@@ -7,6 +7,9 @@ All take CuPy arrays of one device, C-contiguous, that the caller has checked:
     active_block_indices      int32 [M, 3], rows (n, hi, wi); M is at least 1
     grid                      int32 [N, hb, wb], the row of the stack of each block, or -1
 
+A convolution may read some channels of another stack, as x or as its residual: ``part_of`` and
+``added_part_of`` of StackConv. Their first channel and their pixels are whole vectors of 16 bytes.
+
 Rows of x and of the residual past the count are not used, nor pixels outside their image. Pixels of
 out outside its image become 0. Rows of out past the count become 0 with ``clear_rows``; without it
 they are not written, which costs no time.
@@ -109,7 +112,7 @@ def prepare_stack_conv(conv, settled=False, clear_rows=True, plan=None):
     sizes = (
         *blocks, conv.channels, conv.channels_out, *conv.block, *conv.block_out, *conv.image,
         *conv.image_out, *conv.kernel, *conv.strides, *conv.dilation, *conv.pads,
-        conv.span, *conv.group_sizes,
+        *conv.pitches, conv.span, *conv.group_sizes,
     )  # fmt: skip
     maps = pixel_maps(conv) if pipelined and plan.bulk else ()
     run = kernels.prepare(
@@ -159,7 +162,7 @@ def pixel_maps(conv):
     its strides are lines of a block's width.
     """
     itemsize = conv.element_bytes
-    inner, pixel = ROW // itemsize, conv.channels * itemsize
+    inner, pixel = ROW // itemsize, conv.pitches[0] * itemsize
     if conv.of_images:
         height, width = conv.image
         sizes, line = (conv.channels, width, conv.images * height), width * pixel
@@ -218,7 +221,7 @@ def _with_partials(conv, plan, run, clear_rows):
         7,
         (
             conv.rows, conv.images, *conv.grid, conv.channels_out, *conv.block_out,
-            *conv.image_out, width, int(clear_rows),
+            *conv.image_out, width, conv.pitches[1], int(clear_rows),
         ),
         persistent=True,
         dependent=True,

@@ -167,6 +167,18 @@ def pitch_of(x):
     return pitch if pitch >= channels and all(n == 1 or a == b for n, a, b in each) else None
 
 
+def part_pitch(x):
+    """Return :func:`pitch_of` a part of another stack that convolutions read where it lies.
+
+    None of others: of no part, or where pixels are no whole vectors of 16 bytes.
+    """
+    if x is None or x.is_contiguous(memory_format=torch.channels_last):
+        return None
+    pitch, channels = pitch_of(x), x.shape[1]
+    aligned = (n * x.element_size() % 16 == 0 for n in (pitch or 1, channels))
+    return pitch if all(aligned) and x.data_ptr() % 16 == 0 else None
+
+
 def _rows(x):
     """Return the memory of a stack as ``[M, h, w, C]``, contiguous."""
     return x.permute(0, 2, 3, 1).contiguous()
@@ -180,10 +192,15 @@ def sizes_after(block, size, kernel, stride, pads, dilation):
     return block_out, tuple((n + sum(p) - d * (k - 1) - 1) // s + 1 for n, p, k, s, d in each)
 
 
+def is_depthwise(x, weight, groups):
+    """Whether a convolution goes to the depthwise kernel."""
+    return groups == x.shape[1] == weight.shape[0] > 1
+
+
 def conv(x, table, block, size, weight, bias, stride, pads, dilation, groups, residual, activation):
     """Convolve by one kernel: ``activation(conv(x) + bias + residual)``, or return None."""
     channels, out_channels = x.shape[1], weight.shape[0]
-    depthwise = groups == channels == out_channels and channels > 1
+    depthwise = is_depthwise(x, weight, groups)
     group = (channels // groups, out_channels // groups) if groups > 1 and not depthwise else None
     if x.dtype != weight.dtype or records(weight, bias, residual):
         return None
@@ -196,10 +213,11 @@ def conv(x, table, block, size, weight, bias, stride, pads, dilation, groups, re
     kernel = tuple(weight.shape[2:])
     block_out, size_out = sizes_after(block, size, kernel, stride, pads, dilation)
     kept = "_stack_depthwise" if depthwise else "_stack_packed"
+    part_of, added_part_of = (None, None) if depthwise else (part_pitch(x), part_pitch(residual))
     facts = (
         x.dtype, x.shape[0], table.batch, table.grid, block, block_out, size, size_out,
         channels, out_channels, kernel, stride, dilation, (pads[0], pads[2]),
-        code_of(activation) or 0, depthwise, group,
+        code_of(activation) or 0, depthwise, group, part_of, added_part_of,
         table.settled and _is_packed(weight, bias, kept), _clears(table),
     )  # fmt: skip
     run = prepared(_PLANS, facts, x, _prepare_conv, *facts)
@@ -212,7 +230,8 @@ def conv(x, table, block, size, weight, bias, stride, pads, dilation, groups, re
         weights = values, None, wide
     else:
         weights = (_packed(x, weight, bias, pack),)
-    given = last(x), *weights, last(residual), table.counts, table.indices, table.places, y
+    stacks = x if part_of else last(x), residual if added_part_of else last(residual)
+    given = stacks[0], *weights, stacks[1], table.counts, table.indices, table.places, y
     if plain:
         start(launch, *given)
     else:  # which takes memory for sums, or for padded channels
@@ -240,7 +259,8 @@ def _is_mostly_padding(channels, itemsize, kernel):
 
 def _prepare_conv(
     dtype, rows, images, grid, block, block_out, image, image_out, channels, channels_out, kernel,
-    strides, dilation, pads, activation, depthwise, group, settled, clear_rows,
+    strides, dilation, pads, activation, depthwise, group, part_of, added_part_of, settled,
+    clear_rows,
 ):  # fmt: skip
     """Return (launch, pack, whether addresses are enough) for the current device, or None.
 
@@ -259,7 +279,8 @@ def _prepare_conv(
         block_out=block_out, image=image, image_out=image_out, channels=channels,
         channels_out=channels_out, kernel=kernel, strides=strides, dilation=dilation, pads=pads,
         activation=activation, vectors_in=channels * itemsize % 16 == 0,
-        vectors_out=channels_out * itemsize % 16 == 0, expected=rows, group=group,
+        vectors_out=channels_out * itemsize % 16 == 0, expected=rows, group=group, part_of=part_of,
+        added_part_of=added_part_of,
     )  # fmt: skip
     if depthwise:
         width = math.gcd(16, channels * itemsize)
