@@ -1,8 +1,9 @@
 // activation.cuh: what may follow a read or a convolution, in float or double.
 // ACTIVATION is an index into ACTIVATIONS of sbnet_cupy/dense/activation.py: none, relu, silu, gelu; or one of those that
 // networks on a stack have besides (_CODES of sbnet_cupy/torch/network/cuda.py): hardswish, relu6, hardsigmoid,
-// sigmoid. From LEAST_SLOPE on it is leaky relu: the bits of its slope, a float. With the sign bit it comes before the sum
-// with a residual, elsewhere behind it.
+// sigmoid. From LEAST_SLOPE on it is leaky relu: the bits of its slope, a float less than 2. Two bits say what else there is:
+// with the sign bit the activation comes before the sum with a residual, elsewhere behind it; with SCALED_LAST channels are
+// scaled and shifted behind both.
 #pragma once
 
 #include "core/common.cuh"
@@ -19,8 +20,10 @@ DEVICE C zero_to_six(C t) {  // NaN stays NaN
 
 constexpr int LEAST_SLOPE = 0x00800000;  // the bits of the least ordinary float
 
-DEVICE constexpr int before_sum(int activation) { return activation < 0 ? activation & 0x7fffffff : 0; }
-DEVICE constexpr int after_sum(int activation) { return activation < 0 ? 0 : activation; }
+constexpr int SCALED_LAST = 0x40000000;  // the bits of 2.0f
+DEVICE constexpr int before_sum(int activation) { return activation < 0 ? activation & (SCALED_LAST - 1) : 0; }
+DEVICE constexpr int after_sum(int activation) { return activation < 0 ? 0 : activation & (SCALED_LAST - 1); }
+DEVICE constexpr bool scales_last(int activation) { return (activation & SCALED_LAST) != 0; }
 
 template <int ACTIVATION, typename C>
 DEVICE C activate(C t) {

@@ -1,4 +1,4 @@
-// tile_result.cuh: from the sums of a tile in registers to y: scale, bias, residual, activation.
+// tile_result.cuh: from the sums of a tile in registers to y: scale, bias, residual, activation, and what is scaled last.
 // A Rows says which pixel of y each row of the tile is: pixel(row), -1 for none, and is_inside(row), else y is 0 there.
 #pragma once
 
@@ -37,10 +37,20 @@ DEVICE void scale_and_shift(float (&sums)[COUNT], const float* scale, const floa
     }
 }
 
+// values * scale + shift, in place; `scaled` has scale and shift of each channel.
+template <int COUNT>
+DEVICE void scale_last(float (&values)[COUNT], const float2* __restrict__ scaled) {
+#pragma unroll
+    for (int e = 0; e < COUNT; e += 2) {
+        const float4 two = *reinterpret_cast<const float4*>(scaled + e);
+        values[e] = __fmaf_rn(values[e], two.x, two.y), values[e + 1] = __fmaf_rn(values[e + 1], two.z, two.w);
+    }
+}
+
 // The result of 16 bytes of channels; `add_to` is the residual, if there is one.
 template <typename T, int ACTIVATION, bool WIDE>
 DEVICE uint4 finished(const float (&sums)[16 / sizeof(T)], const float* scale, const float* bias, uint4 add_to,
-                      bool has_residual, bool inside) {
+                      bool has_residual, bool inside, const float2* scaled = nullptr) {
     constexpr int COUNT = 16 / sizeof(T);
     float values[COUNT];
 #pragma unroll
@@ -53,24 +63,32 @@ DEVICE uint4 finished(const float (&sums)[16 / sizeof(T)], const float* scale, c
 #pragma unroll
         for (int e = 0; e < COUNT; ++e) values[e] += to_compute<float>(addend.element[e]);
     }
-    const uint4 result = rounded<T, after_sum(ACTIVATION)>(values);
+    if constexpr (scales_last(ACTIVATION)) {
+#pragma unroll
+        for (int e = 0; e < COUNT; ++e) values[e] = activate<after_sum(ACTIVATION)>(values[e]);
+        scale_last(values, scaled);
+    }
+    const uint4 result = rounded<T, scales_last(ACTIVATION) ? 0 : after_sum(ACTIVATION)>(values);
     return inside ? result : zero<uint4>();
 }
 
 // The same, stored from element `to` of y on; `left` channels are left. `add_to` is the residual, if VECTOR.
 template <typename T, int ACTIVATION, bool VECTOR, bool WIDE>
 DEVICE void finish(const float (&sums)[16 / sizeof(T)], const float* scale, const float* bias, uint4 add_to,
-                   const T* __restrict__ residual, T* __restrict__ y, i64 to, int left, bool inside) {
+                   const T* __restrict__ residual, T* __restrict__ y, i64 to, int left, bool inside,
+                   const float2* scaled = nullptr) {
     if (left <= 0) return;
     if constexpr (VECTOR) {
-        *reinterpret_cast<uint4*>(y + to) = finished<T, ACTIVATION, WIDE>(sums, scale, bias, add_to, residual, inside);
+        *reinterpret_cast<uint4*>(y + to) = finished<T, ACTIVATION, WIDE>(sums, scale, bias, add_to, residual, inside, scaled);
     } else {
 #pragma unroll
         for (int e = 0; e < static_cast<int>(16 / sizeof(T)); ++e) {
             if (e >= left) break;
             float value = activate<before_sum(ACTIVATION)>(__fmaf_rn(sums[e], scale[e], bias[e]));
             if (residual) value += to_compute<float>(residual[to + e]);
-            y[to + e] = from_compute<T>(inside ? activate<after_sum(ACTIVATION)>(value) : 0.0f);
+            value = activate<after_sum(ACTIVATION)>(value);
+            if constexpr (scales_last(ACTIVATION)) value = __fmaf_rn(value, scaled[e].x, scaled[e].y);
+            y[to + e] = from_compute<T>(inside ? value : 0.0f);
         }
     }
 }
@@ -126,6 +144,8 @@ struct Result {
     int pitch_added;  // channels from a pixel of the residual to the next: more than K, where it is a part of another stack
     using Sums = const float (&)[ChannelOrder<T>::COUNT];  // no generic lambdas: NVRTC 13.0 takes them for host functions
 
+    const float2* __restrict__ scaled;  // scale and shift of each channel of y, if they are scaled last
+    DEVICE const float2* scaled_of(int column) const { return scaled + k0 + column; }
     // Where a pixel of the residual begins.
     DEVICE i64 added(int pixel) const { return static_cast<i64>(pixel) * pitch_added; }
 
@@ -256,7 +276,7 @@ private:
                     vector_of<T>(acc[m], v, half, sums);
                     if (pixel >= 0)
                         finish<T, ACTIVATION, VECTOR, false>(sums, scale + column, bias + column, add_to[v], residual, y,
-                                                             at + column, K - k0 - column, inside);
+                                                             at + column, K - k0 - column, inside, scaled_of(column));
                 }
             }
         }
@@ -305,11 +325,12 @@ private:
                     const i64 to = static_cast<i64>(pixels[m][half]) * K + k;
                     if constexpr (VECTOR) {  // with no branch but that of the store
                         const uint4 result = finished<T, ACTIVATION, true>(sums, its_scale, its_bias, add_to[m][half], ADDED,
-                                                                           inside[m][half]);
+                                                                           inside[m][half], scaled_of(column));
                         if (pixels[m][half] >= 0 && k < K) *reinterpret_cast<uint4*>(y + to) = result;
                     } else if (pixels[m][half] >= 0) {
                         finish<T, ACTIVATION, VECTOR, true>(sums, its_scale, its_bias, add_to[m][half],
-                                                            ADDED ? residual : nullptr, y, to, K - k, inside[m][half]);
+                                                            ADDED ? residual : nullptr, y, to, K - k, inside[m][half],
+                                                            scaled_of(column));
                     }
                 }
         }
@@ -332,7 +353,7 @@ private:
                     vector_of<T>(acc[m], v, half, sums);
                     uint4& vector = *reinterpret_cast<uint4*>(staged + row * pitch + column * static_cast<int>(sizeof(T)));
                     vector = finished<T, ACTIVATION, false>(sums, scale + column, bias + column, ADDED ? vector : zero<uint4>(), ADDED,
-                                                    rows.is_inside(row));
+                                                    rows.is_inside(row), scaled_of(column));
                 }
         }
     }

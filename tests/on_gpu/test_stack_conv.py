@@ -7,7 +7,7 @@ from sbnet_cupy.block_sparse.stack.stack_conv_plan import candidates
 from sbnet_cupy.block_sparse.stack.stack_launch import prepare_stack_conv, prepare_stack_pack
 from sbnet_cupy.block_sparse.stack.stack_patch_plan import patch_candidates
 from sbnet_cupy.core.device import current_device
-from support.stack_on_host import FIRST, HALVED, Blocks, ConvCase
+from support.stack_on_host import FIRST, HALVED, LAST, Blocks, ConvCase
 
 pytestmark = pytest.mark.gpu
 
@@ -47,6 +47,12 @@ CASES = [
     ConvCase("BFloat16", Blocks(block=(4, 4)), 136, 64, (1, 1), beside=(64, 8)),
     ConvCase(blocks=Blocks(image=(40, 33), block=(8, 8)), channels=64, beside=(64, 0)),
     ConvCase("float", Blocks(block=(4, 4)), 256, 64, beside=(4, 12)),
+    # Channels that are scaled and shifted behind all else.
+    ConvCase(blocks=Blocks(block=(4, 4)), channels=72, channels_out=136, activation=LAST + 1),
+    ConvCase(
+        "BFloat16", Blocks(image=(40, 33), block=(8, 8)), 64, 40, activation=LAST + FIRST + 5
+    ),
+    ConvCase("float", Blocks(block=(4, 4)), 256, 72, (1, 1), activation=LAST + HALVED),
     # Tiles of several rounds, on the GPUs of today: those of the last one are cut.
     ConvCase(blocks=Blocks(image=(200, 200)), channels=64, channels_out=136, dilation=(2, 2)),
 ]
@@ -87,7 +93,7 @@ def test_plans_are_exact(case, require):
                 pack = prepare_stack_pack(pointwise, "HWIO")
                 run(x, packed, also, pack(kernel, None, its_bias), *lists, y)
             else:
-                run(x, packed, residual, *lists, y)
+                run(x, packed, residual, *lists, y, *map(cupy.asarray, case.last()))
             np.copyto(out, cupy.asnumpy(y))
 
         case.run(launch, settled)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from sbnet_cupy.block_sparse.stack.stack_launch import prepare_stack_depthwise
-from support.stack_on_host import Blocks, ConvCase
+from support.stack_on_host import LAST, Blocks, ConvCase
 
 pytestmark = pytest.mark.gpu
 
@@ -20,6 +20,7 @@ CASES = [
     ConvCase("float", Blocks(block=(8, 4)), 70, 70, (3, 5), residual=False, depthwise=True),
     ConvCase("Half", Blocks(block=(8, 4)), 13, 13, (5, 5), (2, 2), depthwise=True),
     ConvCase("Half", Blocks(image=(99, 70), block=(32, 32)), 8, 8, (31, 31), depthwise=True),
+    ConvCase("Half", Blocks(block=(8, 8)), 72, 72, activation=LAST + 1, depthwise=True),
     # More tiles at once than a slice has weights.
     ConvCase(
         "Half", Blocks(image=(250, 201), block=(2, 2)), 232, 232, strides=(2, 2), depthwise=True
@@ -42,7 +43,7 @@ def check(case, settled, cupy):
         w = np.ascontiguousarray(w.transpose(3, 2, 0, 1))
         given = [None if a is None else cupy.asarray(a) for a in (x, w, scale, bias, residual)]
         result = cupy.asarray(out)
-        run(*given, *map(cupy.asarray, table), result)
+        run(*given, *map(cupy.asarray, table), result, *map(cupy.asarray, case.last()))
         out[...] = cupy.asnumpy(result)
 
     case.run(launch, clear_rows=not settled)

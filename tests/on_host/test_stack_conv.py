@@ -29,7 +29,16 @@ from sbnet_cupy.block_sparse.stack.stack_launch import (
 from sbnet_cupy.block_sparse.stack.stack_patch_plan import PatchPlan, patch_candidates
 from sbnet_cupy.core.device import Device
 from support.exhaustive import all_but, first_of, thinned_product
-from support.stack_on_host import AMPERE, BLACKWELL, FIRST, HALVED, Blocks, ConvCase, use_shim
+from support.stack_on_host import (
+    AMPERE,
+    BLACKWELL,
+    FIRST,
+    HALVED,
+    LAST,
+    Blocks,
+    ConvCase,
+    use_shim,
+)
 
 HOPPER = Device(multiprocessors=132, shared_bytes=227 << 10, hopper=True, bulk_copy=True)
 SMALL, TALL, WIDE = ((64, 64), (2, 2)), ((128, 64), (4, 2)), ((128, 128), (4, 2))
@@ -130,6 +139,7 @@ PATCHES = [
 ]  # fmt: skip
 DEPTHWISE = [
     ConvCase(depthwise=True, channels_out=16),
+    ConvCase(depthwise=True, channels_out=16, activation=LAST + FIRST + 1),
     ConvCase(
         depthwise=True, blocks=Blocks(block=(2, 2)), channels=24, kernel=(7, 7), image_out=(24, 16)
     ),
@@ -335,6 +345,35 @@ def test_convolution_from_patches_is_exact(case, plan, monkeypatch):
     assert_exact(case, plan, clear_rows=plan.patch_stages == 1, settled=plan.stages == 2)
 
 
+SCALED = [  # last, behind the activation, or behind the sum that it comes before
+    (ConvCase(channels_out=40, activation=LAST + 1), full_plan(plan(SMALL, 3), False, 0)),
+    (ConvCase(channels_out=23, activation=LAST + HALVED), full_plan(plan(SMALL, 3), False, 0)),
+    (
+        ConvCase("float", Blocks(block=(2, 4)), 20, 44, activation=LAST + FIRST + 5),
+        full_plan(plan(SMALL, 3, 2), False, 0),
+    ),
+    (
+        ConvCase(channels=72, channels_out=136, activation=LAST + 1, residual=False),
+        full_plan(plan(WIDE, 2), True, 0),
+    ),
+    (
+        ConvCase("BFloat16", Blocks(block=(2, 2)), 24, 72, (1, 1), activation=LAST + FIRST + 1),
+        full_plan(plan(TALL, 2), True, 2),
+    ),
+    (
+        ConvCase(channels=72, channels_out=72, activation=LAST + 1),
+        full_plan(plan(SMALL, 3, 3), True, 0)._replace(partials=False),
+    ),
+    *((replace(case, activation=LAST + 1), plan) for case, plan in PATCHES[:3]),
+]
+
+
+@pytest.mark.parametrize(("case", "plan"), first_of(SCALED, 4, sanitized=6), ids=str)
+def test_channels_that_are_scaled_last_are_exact(case, plan, monkeypatch):
+    use_shim(monkeypatch, AMPERE if plan.kernel == "stack_conv" else BLACKWELL, thread_blocks=2)
+    assert_exact(case, plan, clear_rows=True)
+
+
 PARTS = [  # some channels of other stacks: of x, and of the residual
     (ConvCase(channels=40, channels_out=72, beside=(8, 24)), full_plan(plan(SMALL, 3), False, 0)),
     (
@@ -495,7 +534,7 @@ def assert_exact(case, plan, clear_rows, settled=False):
             packed_also = prepare_stack_pack(pointwise, "HWIO")(kernel, None, its_bias)
             run(case.part(x), packed, also, packed_also, *table, out)
         else:
-            run(case.part(x), packed, case.part(residual), *table, out)
+            run(case.part(x), packed, case.part(residual), *table, out, *case.last())
 
     case.run(launch, clear_rows)
 
@@ -548,7 +587,7 @@ def test_depthwise_convolution_of_whole_numbers_is_exact(case, w_format, settled
         run = prepare_stack_depthwise(conv, w_format, clear_rows=not settled, settled=settled)
         if w_format == "OIHW":
             w = np.ascontiguousarray(w.transpose(3, 2, 0, 1))
-        run(x, w, scale, bias, residual, *table, out)
+        run(x, w, scale, bias, residual, *table, out, *case.last())
 
     case.run(launch, clear_rows=not settled)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 import host_cuda
 from sbnet_cupy.block_sparse.stack import stack_launch
-from sbnet_cupy.block_sparse.stack.stack_conv_plan import Shortcut, StackConv
+from sbnet_cupy.block_sparse.stack.stack_conv_plan import Shortcut, StackConv, last_channels
 from sbnet_cupy.core import launch as kernels
 from sbnet_cupy.core.device import Device
 
@@ -25,6 +25,7 @@ ACTIVATIONS = {
     HALVED: lambda t: np.where(t < 0, t / 2, t),
 }  # fmt: skip
 FIRST = -(2**31)  # added to the number of an activation that comes before the residual's sum
+LAST = 1 << 30  # the same where channels are scaled and shifted behind it
 
 
 def use_shim(monkeypatch, device, thread_blocks=5):
@@ -66,6 +67,20 @@ def loaded(array, element):
     if element == "BFloat16":
         return (array.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     return array.astype(np.float64)
+
+
+def last_scales(activation, channels):
+    """Return what channels are scaled and shifted by last: one array, or none, in a list.
+
+    NaN where it has more channels.
+    """
+    if not activation & LAST:
+        return []
+    rng = np.random.default_rng(channels)
+    table = np.full((last_channels(channels), 2), np.nan, np.float32)
+    table[:channels, 0] = rng.choice([-1, 0.5, 2], channels)
+    table[:channels, 1] = rng.integers(-4, 5, channels)
+    return [table]
 
 
 @dataclass(frozen=True)
@@ -198,6 +213,10 @@ class ConvCase:
         blocks.spoil(x, indices[: counts[0]], np.nan)
         return stored(x, self.element), stored(w, self.element), bias
 
+    def last(self):
+        """Return what channels are scaled and shifted by last: one array, or none."""
+        return last_scales(self.activation, self.channels_out)
+
     def arrays(self):
         """Return x, w, scale, bias and the residual, as float64 and float32."""
         rng = np.random.default_rng(self.blocks.seed + 1)
@@ -245,12 +264,14 @@ class ConvCase:
                 (one_down, one_across), pixels = self.shortcut[1], x[row]
                 pixels = pixels[::one_down, ::one_across][:height, :width]
                 block = block + pixels @ w[0, 0] + bias
-            is_first = self.activation < 0
-            activated = ACTIVATIONS[self.activation - FIRST if is_first else self.activation]
+            is_first, activated = self.activation < 0, ACTIVATIONS[self.activation & (LAST - 1)]
             block = activated(block) if is_first else block
             if self.residual:
                 block = block + residual[row, :height, :width]
-            expected[row, :height, :width] = block if is_first else activated(block)
+            block = block if is_first else activated(block)
+            for table in self.last():
+                block = block * table[: self.channels_out, 0] + table[: self.channels_out, 1]
+            expected[row, :height, :width] = block
         return loaded(stored(expected, self.element), self.element)
 
     def run(self, launch, clear_rows):

@@ -54,10 +54,15 @@ def asked(torch, st, monkeypatch):
 
     def prepare_conv(
         dtype, rows, images, grid, block, block_out, image, image_out, channels, channels_out,
-        kernel, strides, dilation, pads, activation, depthwise, group, settled, clear_rows,
+        kernel, strides, dilation, pads, activation, depthwise, group, part_of, added_part_of,
+        settled, clear_rows,
     ):  # fmt: skip
-        def run(x, weight, bias, residual, counts, indices, places, out):
+        scales_last, activation = bool(activation & 1 << 30), activation & ~(1 << 30)
+
+        def run(x, weight, bias, residual, counts, indices, places, out, scaled=None):
             names.append("depthwise" if depthwise else "settled" if settled else "conv")
+            for stack, channels_of in ((x, part_of), (residual, added_part_of)):
+                assert stack is None or cuda.pitch_of(stack) == (channels_of or stack.shape[1])
             x, residual, out = last(x, residual, out)
             table = stage(counts, indices, places, block, image)
             assert (x.shape[0], places.shape[0], tuple(places.shape[1:])) == (rows, images, grid)
@@ -79,12 +84,20 @@ def asked(torch, st, monkeypatch):
             )  # fmt: skip
             assert y.shape[1:] == (*block_out, channels_out)
             after = stage(counts, indices, places, block_out, image_out)
-            y = np.where(sb.stack_pixel_mask(after)[..., None], y, y.dtype.type(0))  # as kernels do
-            y = torch.from_numpy(y)
+            inside = torch.from_numpy(sb.stack_pixel_mask(after)[..., None])
+            y = torch.from_numpy(y).where(inside, 0)  # as kernels do
             if activation < 0:
-                out.copy_(activated(y, activation & 0x7FFFFFFF) + residual)
-            else:
-                out.copy_(y if activation < 4 else activated(y, activation))
+                y = activated(y, activation & 0x7FFFFFFF) + residual
+            elif activation >= 4:
+                y = activated(y, activation)
+            assert (scaled is not None) == scales_last
+            if scales_last:
+                names[-1] += " scaled last"
+                assert scaled.is_contiguous() and scaled.dtype == torch.float32
+                assert scaled.shape[0] % 256 == 0 and scaled.shape[0] >= channels_out
+                scale, shift = scaled[:channels_out].to(y.dtype).unbind(1)
+                y = (y * scale + shift).where(inside, 0)
+            out.copy_(y)
 
         if depthwise:
             launch = lambda x, w, scale, b, *rest: run(x, w, b, *rest)  # noqa: E731
@@ -100,7 +113,7 @@ def asked(torch, st, monkeypatch):
         block_out, size_out = cuda.sizes_after(block, size, kernel, stride, pads, dilation)
         run = prepare_conv(
             dtype, rows, images, grid, block, block_out, size, size_out, channels, out, kernel,
-            stride, dilation, (pads[0], pads[2]), 0, False, None, False, clear_rows,
+            stride, dilation, (pads[0], pads[2]), 0, False, None, None, None, False, clear_rows,
         )[0]  # fmt: skip
 
         def launch(x, weight, bias, packed, *lists_and_y):
@@ -130,18 +143,19 @@ def asked(torch, st, monkeypatch):
     ):  # fmt: skip
         facts = (
             dtype, rows, images, grid, block, block_out, image, image_out, channels, channels_out,
-            kernel, strides, dilation, pads, activation, False, None, False, False,
+            kernel, strides, dilation, pads, activation, False, None, None, None, False, False,
         )  # fmt: skip
         conv = prepare_conv(*facts)[0]
 
-        def launch(x, packed, counts, indices, places, out):
+        def launch(x, packed, counts, indices, places, out, *scaled):
             assert tuple(x.stride(axis) for axis in (0, 2, 3, 1)) == steps
             assert x.data_ptr() % alignment == 0
             table = stage(counts, indices, places, block, image)
             x = np.ascontiguousarray(x.permute(0, 2, 3, 1).numpy())
             stack = torch.from_numpy(sb.stack_from_image(x, table))
-            conv(stack.permute(0, 3, 1, 2), packed, None, counts, indices, places, out)
-            names[-1] = "image"
+            lists = counts, indices, places
+            conv(stack.permute(0, 3, 1, 2), packed, None, *lists, out, *scaled)
+            names[-1] = names[-1].replace("conv", "image")
 
         return launch, None
 

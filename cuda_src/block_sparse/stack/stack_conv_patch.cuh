@@ -347,7 +347,8 @@ __global__ void __launch_bounds__(Engine<T, TH * TW * PATCHES, BN, WM, WN>::THRE
             barrier_wait(shared.table_full + its_tables.slot, its_tables.phase);
             const float* const scale = shared.tables + its_tables.slot * (2 * BN);
             const PatchRows<TH, TW, PATCHES> its{parts, table, tile / across, whole};
-            const Result<T, PatchRows<TH, TW, PATCHES>> result{residual, y, scale, scale + BN, its, tile % across * BN, g.K, Problem::narrow(pitch_added)};
+            const Result<T, PatchRows<TH, TW, PATCHES>> result{
+                residual, y, scale, scale + BN, its, tile % across * BN, g.K, Problem::narrow(pitch_added), scaled};
             result.template store<ACTIVATION, VECTOR_OUT, false, Product>(acc);
             __syncwarp();
             if (lane == 0) barrier_arrive(shared.table_empty + its_tables.slot);

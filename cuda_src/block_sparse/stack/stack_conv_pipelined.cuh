@@ -382,7 +382,8 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
             if constexpr (LISTED) barrier_wait(shared.found_full + found_stage.slot, found_stage.phase);
             const int* const found = IMAGES || !whole ? shared.inside + found_stage.slot * BM : nullptr;
             const Rows its_rows = rows_of<IMAGES>(p0, end, found);
-            const Result<T, Rows> result{residual, y, shared.scale, shared.bias, its_rows, k0, g.K, Problem::narrow(pitch_added)};
+            const Result<T, Rows> result{residual, y, shared.scale, shared.bias, its_rows, k0, g.K, Problem::narrow(pitch_added),
+                                         scaled};
             using Loaded = typename Result<T, Rows>::template Loaded<Product>;
             Loaded loaded;
             constexpr bool EARLY = !PARTIALS && (LISTED || !IMAGES) && SPLIT == 1 && RESULTS == 0 && VECTOR_OUT && Loaded::FEW;

@@ -259,6 +259,7 @@ __global__ void __launch_bounds__(128, BLOCKS)
                        const int* __restrict__ indices,     // [M, 3]
                        const int* __restrict__ grid,        // [N, GH, GW]
                        T* __restrict__ y,                   // [M, ph, pw, K]
+                       const float2* __restrict__ scaled,     // as in stack_conv.cuh
                        i64 M, i64 N, i64 GH, i64 GW, i64 K, i64 bh, i64 bw, i64 ph, i64 pw, i64 H, i64 W, i64 P,
                        i64 Q, i64 R, i64 S, i64 SH, i64 SW, i64 DH, i64 DW, i64 top, i64 left, i64 step_n, i64 step_h,
                        i64 step_w, i64 step_c, i64 tile_h, i64 tile_w, i64 settled, i64 clear_rows) {
@@ -358,7 +359,13 @@ __global__ void __launch_bounds__(128, BLOCKS)
                     vector_of<T>(acc[m], n / GROUPS, half, values);
                     scale_and_shift<true>(values, tables + column, tables + BN + column);
                     const bool inside = i0 + i < left_h && j0 + j < left_w;
-                    const Elements<T, uint4> result(inside ? rounded<T, ACTIVATION>(values) : zero<uint4>());
+                    if constexpr (scales_last(ACTIVATION)) {
+#pragma unroll
+                        for (int e = 0; e < COUNT; ++e) values[e] = activate<after_sum(ACTIVATION)>(values[e]);
+                        scale_last(values, scaled + channel);
+                    }
+                    constexpr int AT_END = scales_last(ACTIVATION) ? 0 : ACTIVATION;
+                    const Elements<T, uint4> result(inside ? rounded<T, AT_END>(values) : zero<uint4>());
                     T* const to = corner + static_cast<i64>((i * g.pw + j) * g.K) + n * 8;
                     if constexpr (VECTOR) {
                         *reinterpret_cast<uint4*>(to) = result.vector;

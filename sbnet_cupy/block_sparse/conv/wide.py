@@ -77,7 +77,7 @@ def plan_wide(conv, weights, w_format, result, background, device):
         plan.template(conv),
         (plan.thread_blocks(conv), 1, 1),
         plan.threads,
-        10,
+        11,
         # Not settled, no rows cleared, no shortcut, nor its map.
         (*sizes, 0, 0, 0, 1, 1, *[0] * (2 - len(maps))),
         shared=plan.launched_bytes(conv, device),
@@ -94,13 +94,14 @@ def plan_wide(conv, weights, w_format, result, background, device):
             packed = w.packed(how, pack)
         else:
             packed = pack(w, scale, bias, background=below)
-        launch(None, None, x, packed, residual, bin_counts, active_block_indices, None, None, out)
+        lists = bin_counts, active_block_indices, None
+        launch(None, None, x, packed, residual, *lists, None, out, None)
 
     return PackedPlan(
         (result,),
         run,
         launch,
-        operands=(None, None, 0, 8, 6, 2, 3, None, None, 7),
+        operands=(None, None, 0, 8, 6, 2, 3, None, None, 7, None),
         scratch=pack.scratch(*weights),
         base=(),
         pack=pack,

@@ -18,6 +18,8 @@ _MOST_PIXELS = 8192  # of blocks and windows, so that divisions are exact
 _MOST_OFFSETS = 64 << 10  # bytes of shared memory for where a tile's pixels lie
 # Slow activations, which take registers: cycles for a number and group of warps, which share them.
 _SLOW = {2: 0.4, 3: 0.88, 7: 0.4}
+SCALED_LAST = 1 << 30  # of an activation: channels are scaled and shifted behind it
+_LAST = 256  # channels that the last scales are a multiple of: those of the largest tile
 
 
 class Shortcut(NamedTuple):
@@ -70,7 +72,12 @@ class StackConv(NamedTuple):
     @property
     def slowness(self):
         """Cycles that the activation takes for a number and group of warps; 0 of a fast one."""
-        return _SLOW.get(self.activation & 0x7FFFFFFF, 0)  # before a sum or behind it
+        return _SLOW.get(self.activation & (SCALED_LAST - 1), 0)  # before a sum or behind it
+
+    @property
+    def scales_last(self):
+        """Whether channels are scaled and shifted behind the sum and the activation."""
+        return bool(self.activation & SCALED_LAST)
 
     @property
     def one_pixel(self):
@@ -240,6 +247,11 @@ class StackPlan(NamedTuple):
             return 0
         width = -(-conv.channels_out // self.tile[1]) * self.tile[1]
         return conv.rows * math.prod(conv.block_out) * self.split * width
+
+
+def last_channels(channels):
+    """Return how many channels the last scales and shifts have, of so many of the result."""
+    return -(-channels // _LAST) * _LAST
 
 
 def box_of_lines(width):

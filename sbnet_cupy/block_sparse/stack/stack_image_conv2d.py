@@ -22,6 +22,7 @@ from ...core import launch as kernels
 from ...core.device import current_device
 from ...core.packed import Pack
 from ...dense.packed_weights import steps_of_weights
+from .stack_conv_plan import SCALED_LAST
 
 _STEM = "block_sparse/stack/stack_image_conv2d"
 _THREADS = 128
@@ -53,6 +54,11 @@ class ImageConv(NamedTuple):
     pads: tuple[int, int]  # pixels above and to the left
     activation: int
     vectors_out: bool  # pixels of y are whole vectors of 16 bytes, aligned
+
+    @property
+    def scales_last(self):
+        """As of a StackConv: ``run`` then takes one more array, behind out."""
+        return bool(self.activation & SCALED_LAST)
 
     @property
     def units(self):
@@ -226,15 +232,16 @@ def prepare_image_conv(conv, steps, settled=False, clear_rows=True, plan=None, a
         conv.rows, conv.images, *conv.grid, conv.channels_out, *conv.block, *conv.block_out,
         *conv.image, *conv.image_out, *conv.kernel, *conv.strides, *conv.dilation, *conv.pads,
     )  # fmt: skip
-    return kernels.prepare(
+    run = kernels.prepare(
         _STEM,
         "stack_image_conv2d",
         plan.template(conv, by_words),
         (conv.rows * plan.tiles(conv), -(-conv.channels_out // plan.columns)),
         _THREADS,
-        6,
+        7,
         (*sizes, *steps, *plan.tile, int(settled), int(clear_rows)),
         shared=plan.shared_bytes(conv),
         persistent=True,
         dependent=True,
     )
+    return kernels.Series((run, (*range(6), 6 if conv.scales_last else None)))

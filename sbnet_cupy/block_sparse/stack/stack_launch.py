@@ -10,6 +10,10 @@ All take CuPy arrays of one device, C-contiguous, that the caller has checked:
 A convolution may read some channels of another stack, as x or as its residual: ``part_of`` and
 ``added_part_of`` of StackConv. Their first channel and their pixels are whole vectors of 16 bytes.
 
+With ``scales_last`` a convolution takes one more array behind out: float32 [K', 2], scale and shift
+of each channel, by which the result behind the activation is multiplied, and what is added then.
+K' is ``last_channels`` of the channels of out; what is beyond them is not used.
+
 Rows of x and of the residual past the count are not used, nor pixels outside their image. Pixels of
 out outside its image become 0. Rows of out past the count become 0 with ``clear_rows``; without it
 they are not written, which costs no time.
@@ -121,7 +125,7 @@ def prepare_stack_conv(conv, settled=False, clear_rows=True, plan=None):
         plan.template(conv),
         plan.thread_blocks(conv),
         plan.threads,
-        10 if pipelined else 8,
+        11 if pipelined else 9,
         (
             *sizes, int(settled), int(clear_rows),
             *((channels, *strides, *[0] * (2 - len(maps))) if pipelined else ()),
@@ -133,12 +137,12 @@ def prepare_stack_conv(conv, settled=False, clear_rows=True, plan=None):
         maps=maps,
     )  # fmt: skip
     if conv.shortcut is not None:
-        return kernels.Series((run, (2, 3, 0, 1, None, 4, 5, 6, None, 7)))
+        return kernels.Series((run, (2, 3, 0, 1, None, 4, 5, 6, None, 7, None)))
     if plan.partials:
         run = functools.partial(run, None, None) if pipelined else run
         return _with_partials(conv, plan, run, clear_rows)
-    shortcut = (None, None) if pipelined else ()
-    return kernels.Series((run, (*shortcut, 0, 1, 2, 3, 4, 5, None, 6)))
+    shortcut, last = (None, None) if pipelined else (), 7 if conv.scales_last else None
+    return kernels.Series((run, (*shortcut, 0, 1, 2, 3, 4, 5, None, 6, last)))
 
 
 class _ByResidual:
@@ -199,11 +203,11 @@ def _with_padded_channels(conv, clear_rows):
     # The copy just ahead writes neither table nor weights.
     run = prepare_stack_conv(conv._replace(channels=channels, vectors_in=True), True, clear_rows)
 
-    def launch(x, packed, residual, bin_counts, indices, grid, out):
+    def launch(x, packed, residual, bin_counts, indices, grid, out, *last):
         padded = empty((conv.rows * pixels * channels,), x.dtype, x)
         keep_if_capturing(padded)
         pad(x, bin_counts, padded)
-        run(padded, packed, residual, bin_counts, indices, grid, out)
+        run(padded, packed, residual, bin_counts, indices, grid, out, *last)
 
     return launch
 
@@ -218,7 +222,7 @@ def _with_partials(conv, plan, run, clear_rows):
         (conv.element, plan.split, conv.vectors_out, conv.activation),
         -(-items // 256) + 1,
         256,
-        7,
+        8,
         (
             conv.rows, conv.images, *conv.grid, conv.channels_out, *conv.block_out,
             *conv.image_out, width, conv.pitches[1], int(clear_rows),
@@ -227,11 +231,11 @@ def _with_partials(conv, plan, run, clear_rows):
         dependent=True,
     )  # fmt: skip
 
-    def launch(x, packed, residual, bin_counts, indices, grid, out):
+    def launch(x, packed, residual, bin_counts, indices, grid, out, last=None):
         partials = empty((plan.partial_floats(conv),), np.float32, x)
         keep_if_capturing(partials)
-        run(x, packed, None, bin_counts, indices, grid, partials, out)
-        add_up(partials, packed, residual, bin_counts, indices, grid, out)
+        run(x, packed, None, bin_counts, indices, grid, partials, out, None)
+        add_up(partials, packed, residual, bin_counts, indices, grid, out, last)
 
     return launch
 
@@ -250,13 +254,13 @@ def prepare_stack_depthwise(
     if plan is None:
         return None
     steps = (conv.channels, 1) if w_format == "HWIO" else (1, math.prod(conv.kernel))
-    return kernels.prepare(
+    run = kernels.prepare(
         "block_sparse/stack/stack_depthwise",
         "stack_depthwise",
         plan.template(conv),
         plan.grid(conv),
         plan.threads,
-        9,
+        10,
         (
             conv.rows, conv.images, *conv.grid, conv.channels, *conv.block, *conv.block_out,
             *conv.image, *conv.image_out, *conv.kernel, *conv.strides, *conv.dilation, *conv.pads,
@@ -266,6 +270,7 @@ def prepare_stack_depthwise(
         persistent=True,
         dependent=True,
     )  # fmt: skip
+    return kernels.Series((run, (*range(9), 9 if conv.scales_last else None)))
 
 
 class StackHalo(NamedTuple):

@@ -30,7 +30,8 @@ _MASKS = {
     torch.bfloat16, torch.float32, torch.float64,
 }  # fmt: skip
 _PLANS = {}  # (device, sizes) -> what launches a kernel, or None
-_LEAST_SLOPE, _MOST_SLOPE = 2.0**-126, 2.0**100  # of leaky relu: as an ordinary float
+_LEAST_SLOPE, _SLOPES_END = 2.0**-126, 2.0  # of leaky relu: an ordinary float, less than 2
+_SCALED_LAST = 1 << 30  # in the number of an activation: channels are scaled behind it
 _DEEP = 64  # times fewer pixels of a block than in the input: products take longer than memory
 
 
@@ -90,7 +91,7 @@ def code_of(activation):
     slope = slope_of(activation)
     if slope is None:
         return _CODES.get(activation)
-    if not _LEAST_SLOPE <= slope <= _MOST_SLOPE:
+    if not _LEAST_SLOPE <= slope < _SLOPES_END:
         return None
     return struct.unpack("i", struct.pack("f", slope))[0]
 
@@ -197,8 +198,20 @@ def is_depthwise(x, weight, groups):
     return groups == x.shape[1] == weight.shape[0] > 1
 
 
-def conv(x, table, block, size, weight, bias, stride, pads, dilation, groups, residual, activation):
-    """Convolve by one kernel: ``activation(conv(x) + bias + residual)``, or return None."""
+def number_of(activation, scaled):
+    """Return the number of what follows a convolution's sum, as kernels know it."""
+    code = code_of(activation) or 0
+    return code if scaled is None else code + _SCALED_LAST
+
+
+def conv(
+    x, table, block, size, weight, bias, stride, pads, dilation, groups, residual, activation,
+    scaled=None,
+):  # fmt: skip
+    """Convolve by one kernel: ``activation(conv(x) + bias + residual)``, or return None.
+
+    ``scaled`` is a table of :meth:`~.weights.Weights.behind`, if channels are scaled last.
+    """
     channels, out_channels = x.shape[1], weight.shape[0]
     depthwise = is_depthwise(x, weight, groups)
     group = (channels // groups, out_channels // groups) if groups > 1 and not depthwise else None
@@ -217,7 +230,7 @@ def conv(x, table, block, size, weight, bias, stride, pads, dilation, groups, re
     facts = (
         x.dtype, x.shape[0], table.batch, table.grid, block, block_out, size, size_out,
         channels, out_channels, kernel, stride, dilation, (pads[0], pads[2]),
-        code_of(activation) or 0, depthwise, group, part_of, added_part_of,
+        number_of(activation, scaled), depthwise, group, part_of, added_part_of,
         table.settled and _is_packed(weight, bias, kept), _clears(table),
     )  # fmt: skip
     run = prepared(_PLANS, facts, x, _prepare_conv, *facts)
@@ -230,8 +243,9 @@ def conv(x, table, block, size, weight, bias, stride, pads, dilation, groups, re
         weights = values, None, wide
     else:
         weights = (_packed(x, weight, bias, pack),)
+    behind = () if scaled is None else (scaled,)
     stacks = x if part_of else last(x), residual if added_part_of else last(residual)
-    given = stacks[0], *weights, stacks[1], table.counts, table.indices, table.places, y
+    given = stacks[0], *weights, stacks[1], table.counts, table.indices, table.places, y, *behind
     if plain:
         start(launch, *given)
     else:  # which takes memory for sums, or for padded channels

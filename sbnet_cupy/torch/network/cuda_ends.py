@@ -41,10 +41,13 @@ def has_few_channels(image, weight):
     return image.shape[1] == weight.shape[1] <= _MOST_CHANNELS
 
 
-def conv(entry, block, size, weight, bias, stride, pads, dilation, residual, activation):
+def conv(
+    entry, block, size, weight, bias, stride, pads, dilation, residual, activation, scaled=None
+):
     """Convolve the image of a call at its active blocks by one kernel, or return None.
 
-    The result is ``activation(conv(x) + bias)``, a stack ``[M, Cout, b / s, b / s]``.
+    The result is ``activation(conv(x) + bias)``, a stack ``[M, Cout, b / s, b / s]``; ``scaled`` as
+    for :func:`~.cuda.conv`.
     """
     image, table = entry.image, entry.table
     if residual is not None or cuda.records(image, weight, bias) or image.dtype != weight.dtype:
@@ -54,7 +57,7 @@ def conv(entry, block, size, weight, bias, stride, pads, dilation, residual, act
     facts = (
         image.dtype, table.rows, table.batch, table.grid, block, block_out, size, size_out,
         image.shape[1], channels_out, kernel, stride, dilation,
-        (pads[0], pads[2]), cuda.code_of(activation) or 0,
+        (pads[0], pads[2]), cuda.number_of(activation, scaled),
         tuple(image.stride(axis) for axis in (0, 2, 3, 1)), math.gcd(image.data_ptr(), 4),
         cuda._is_packed(weight, bias, _PACKED), cuda._clears(table),
     )  # fmt: skip
@@ -64,7 +67,8 @@ def conv(entry, block, size, weight, bias, stride, pads, dilation, residual, act
     launch, pack = found
     y = cuda.new_stack(image, table.rows, block_out, channels_out)
     packed = cuda._packed(image, weight, bias, pack, _PACKED)
-    cuda.start(launch, image, packed, table.counts, table.indices, table.places, y)
+    behind = () if scaled is None else (scaled,)
+    cuda.start(launch, image, packed, table.counts, table.indices, table.places, y, *behind)
     table.settled = True
     return finish(y, None, activation) if cuda.code_of(activation) is None else y
 

@@ -30,6 +30,15 @@ def finish(y, residual, activation):
     return _activated(y, after)
 
 
+def scaled_last(y, scaled):
+    """Return a result by which channels are scaled and shifted last, rounded once.
+
+    ``scaled`` is a table of :meth:`~.weights.Weights.behind`.
+    """
+    scale, shift = scaled[: y.shape[1], :, None, None].unbind(1)
+    return torch.addcmul(shift, y.to(scaled.dtype), scale).to(y.dtype)
+
+
 def _activated(y, activation):
     if activation is None:
         return y

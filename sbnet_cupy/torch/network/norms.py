@@ -41,6 +41,8 @@ def batch_norm(
     waits = plan is not None and not (plan.norm or plan.activation or plan.residual is not None)
     if waits and not learns:
         return step(input, plan.then(norm=norm), False, (normalized, norm))
+    if plan is not None and running_mean is not None and plan.takes_last(*norm[:4]):
+        return step(input, plan.then(last=norm), False, (normalized, norm))
     value = T.value_of(input)
     table, block, size, _, reach = T.facts(input)
     records = learns or (torch.is_grad_enabled() and value.requires_grad)

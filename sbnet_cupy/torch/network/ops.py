@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from . import cuda, cuda_ends, cuda_resize, onednn
 from .entry import Entry
-from .epilogue import finish
+from .epilogue import finish, scaled_last
 from .halos import halo, take
 from .layout import channels_last, is_channels_last
 from .neighbours import patches
@@ -27,7 +27,7 @@ _WIDE, _WIDE_PATCHES_BELOW, _WIDE_PATCHES_BYTES = 512, 100, 1 << 28
 
 def conv(
     x, table, block, size, weight, bias, *, stride=(1, 1), pads=(0, 0, 0, 0), dilation=(1, 1),
-    groups=1, fill=0.0, mode="zeros", residual=None, activation=None,
+    groups=1, fill=0.0, mode="zeros", residual=None, activation=None, scaled=None,
 ):  # fmt: skip
     """Convolve a stack: ``activation(conv(x) + bias + residual)``, ``[M, Cout, b / s, b / s]``.
 
@@ -43,12 +43,14 @@ def conv(
         Added before the activation.
     activation : str or None
         A name in ``ACTIVATIONS``.
+    scaled : tensor or None
+        Of :meth:`~.weights.Weights.behind`: by what channels are scaled and shifted last.
 
     ``x`` may also be the :class:`Entry` of the call's image, where ``cuda_ends.reads_image``.
     """
     if isinstance(x, Entry):
         y = cuda_ends.conv(
-            x, block, size, weight, bias, stride, pads, dilation, residual, activation
+            x, block, size, weight, bias, stride, pads, dilation, residual, activation, scaled
         )
         if y is not None:
             return y
@@ -58,7 +60,7 @@ def conv(
             x = cuda_resize.whole_pixels(x, table)
         y = cuda.conv(
             x, table, block, size, weight, bias, stride, pads, dilation, groups, residual,
-            activation,
+            activation, scaled,
         )  # fmt: skip
         if y is not None:
             return y
@@ -73,7 +75,7 @@ def conv(
             x, table, block, size, weight, bias, stride, pads, dilation, groups, fill, mode,
             residual, activation,
         )  # fmt: skip
-    return y
+    return y if scaled is None else scaled_last(y, scaled)
 
 
 def _convolve(x, weight, bias, stride, padding, dilation, groups, residual, activation):

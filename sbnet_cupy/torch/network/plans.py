@@ -10,7 +10,7 @@ from .._dispatch_state import saved_tensor_hooks
 from . import casts, cuda, cuda_affine, cuda_resize, gradients, onednn, ops, shortcuts, units
 from . import tensor as T
 from .entry import Entry
-from .epilogue import before_sum, finish
+from .epilogue import before_sum, finish, scaled_last
 from .image_values import Held
 from .weights import fold
 
@@ -20,7 +20,8 @@ _TRAINED = ("relu", "silu", "gelu")  # activations that may follow a batch norm 
 class Plan:
     """A convolution and what follows it: ``activation(norm(conv(x)) + residual)``.
 
-    Or ``activation(norm(conv(x))) + residual``; then the name of the activation says so.
+    Or ``activation(norm(conv(x))) + residual``; then the name of the activation says so. Behind all
+    that channels may be scaled and shifted, as by a batch norm that follows an activation.
 
     ``facts`` are those of the stack that it reads, ``options`` the keywords of ``ops.conv``, ``to``
     is the dtype to which autocast converts, or None. The source is a stack, or a convolution that
@@ -32,6 +33,7 @@ class Plan:
     readers = 0  # convolutions that wait for it
     adds_behind = True  # whether kernels can add a residual behind an activation
     to = None
+    last = None  # by what channels are scaled behind all else: see Weights.behind
 
     def __init__(self, source, facts, weight, bias, options, to=None, row=None):
         self.source, self.facts, self.weight, self.bias = source, facts, weight, bias
@@ -61,6 +63,8 @@ class Plan:
 
     def takes(self, residual=None, activation=None):
         """Whether a sum or an activation may become part of it: only one of each."""
+        if self.last is not None:
+            return False
         if self.activation is None:
             return residual is None or self.residual is None
         if residual is None or self.residual is not None or not self.adds_behind:
@@ -68,6 +72,20 @@ class Plan:
         source = units.source_of(self)
         by_kernel = isinstance(source, torch.Tensor) and cuda.serves(source)
         return by_kernel and cuda.code_of(self.activation) is not None
+
+    def takes_last(self, *parameters):
+        """Whether channels may be scaled and shifted behind its activation, by parameters."""
+        table, is_plain = self.facts[0], self.adds_behind and "pads" in (self.options or ())
+        if not is_plain or table.whole or table.weights is None or table.tape is not None:
+            return False
+        if self.last is not None or cuda.code_of(self.activation) in (None, 0):
+            return False
+        given = [p for p in parameters if p is not None]
+        if cuda.records(*given) or any(p.dtype not in (self.dtype, torch.float32) for p in given):
+            return False
+        source = units.source_of(self)
+        source = source.image if isinstance(source, Entry) else source
+        return isinstance(source, torch.Tensor) and cuda.serves(source)
 
     def plus(self, residual):
         """Return the plan with a residual that it takes."""
@@ -113,6 +131,8 @@ class Plan:
             residual = residual.value()
         call = (source, table, block, size, weight, bias)
         options = self.options | {"residual": residual, "activation": self.activation}
+        if self.last is not None:
+            options["scaled"] = table.weights.behind(self.last, self.shape[1])
         if table.trace is None:
             return table.compute(ops.conv, *call, **options)
         return table.trace.timed(self.row, ops.conv, *call, **options)
@@ -143,7 +163,11 @@ class Plan:
             constant = plan._folded(weights)[1]
             if constant is None:
                 constant = plan.weight.new_zeros(plan.shape[1])
-            return finish(constant.clone(), None, plan.activation)
+            constant = finish(constant.clone(), None, plan.activation)
+            if plan.last is None:
+                return constant
+            scaled = weights.behind(plan.last, plan.shape[1])
+            return scaled_last(constant[None, :, None, None], scaled).flatten()
 
         return make
 

@@ -6,7 +6,7 @@ from . import cuda, cuda_affine, image_values, shortcuts
 from . import tensor as T
 from .handlers import handles
 from .image_values import plainly
-from .plans import AffinePlan, MatrixPlan
+from .plans import AffinePlan, MatrixPlan, Plan
 from .pointwise import pointwise, step
 from .units import Ahead
 
@@ -50,6 +50,10 @@ def _affine_sum(x, other, inplace):
         if not fits or not cuda_affine.fits(plan.source, T.facts(x)[0], shift):
             return None
         return step(x, plan.then(shift=shift), inplace, (torch.add, other))
+    if isinstance(plan, Plan) and plan.last is not None and not inplace:
+        scale, *shift = plan.last
+        if shift == [None] and _may_be_last(x, plan, other):
+            return step(x, plan.then(last=(scale, other)), False, (torch.add, other))
     if inplace or not (isinstance(x, T.StackTensor) and isinstance(other, T.StackTensor)):
         return None
     if T.facts(x)[3] != (2, 3) or T.facts(x)[:4] != T.facts(other)[:4] or x is other:
@@ -87,6 +91,9 @@ def multiply(func, *args, **kwargs):
     scale, plan = plainly(given), T.plan_of(x)
     if isinstance(plan, MatrixPlan) and not kwargs and plan.takes_scale(scale):
         return step(x, plan.then(scale=scale), False, (torch.mul, scale))
+    done = None if kwargs else _scaled_last(x, plan, scale)
+    if done is not None:
+        return done
     of_channels, table = None if kwargs else _of_channels(scale, x), T.facts(x)[0]
     if of_channels is None or not cuda_affine.fits(T.value_of(x), table, of_channels):
         return pointwise(func, *map(plainly, args), **kwargs)
@@ -98,6 +105,27 @@ def multiply(func, *args, **kwargs):
         factors = of_channels, None, None, None, dtype
         return T.wrap(table.compute(cuda_affine.affine, value, table, *factors), x)
     return postponed(x, value, kept, dtype=dtype)
+
+
+def _scaled_last(x, plan, scale):
+    """Scale channels behind a convolution's activation, or return None."""
+    if not isinstance(plan, Plan) or not _may_be_last(x, plan, scale):
+        return None
+    if not plan.takes_last(scale):
+        return None
+    return step(x, plan.then(last=(scale, None)), False, (torch.mul, scale))
+
+
+def _may_be_last(x, plan, values):
+    """Whether values are a parameter for all channels, or for each, that leaves the dtype."""
+    if type(values) is not torch.nn.Parameter or T.facts(x)[3] != (2, 3):
+        return False
+    dtype = torch.promote_types(plan.dtype, values.dtype) if values.dim() else plan.dtype
+    for_all = values.numel() == 1 and values.dim() <= 4
+    for_each = tuple(values.shape[-3:]) == (T.shape(x)[1], 1, 1) and values.numel() == T.shape(x)[1]
+    known = values.device == plan.device and values.dtype in (plan.dtype, torch.float32)
+    fits = known and dtype == plan.dtype and (for_all or for_each)
+    return fits and not cuda.records(values)
 
 
 def postponed(x, value, scale=None, reach=None, dtype=None, **changes):

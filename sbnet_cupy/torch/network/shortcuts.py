@@ -37,7 +37,7 @@ def _is_plain(plan):
 def run(plan, x, weight, bias):
     """Compute a convolution of ``x`` and its shortcut by one kernel, or return None."""
     shortcut, (table, block, size, _, _) = plan.residual.plan, plan.facts
-    if plan.residual.is_shared or cuda.code_of(plan.activation) is None:
+    if plan.residual.is_shared or cuda.code_of(plan.activation) is None or plan.last is not None:
         return None
     if not isinstance(x, torch.Tensor) or x.dtype != plan.dtype or not cuda.serves(x):
         return None

@@ -49,6 +49,8 @@ def may_lead(x, kernel, options):
     plan = T.plan_of(x)
     if plan is None or plan.residual is not None or plan.activation not in _CODES:
         return False
+    if plan.last is not None:
+        return False
     if plan.dtype not in bottlenecks.ELEMENTS:
         return False
     if casts.after(plan.dtype, casts.dtype_for(plan)) != plan.dtype:
@@ -115,7 +117,7 @@ def run(plan):
         if y is not None:
             return y
         chain = chain[1:]
-    if _kernels(chain) not in _PATTERNS or plan.activation not in _CODES:
+    if _kernels(chain) not in _PATTERNS or plan.activation not in _CODES or plan.last is not None:
         return None
     x, residual = chain[0].source, plan.residual
     like = x.plan.source if isinstance(x, Ahead) and x.plan.is_norm else x

@@ -72,6 +72,17 @@ class Weights:
         key = (*map(id, norm[:4]), norm[4])
         return self._kept(norm[2], key, norm[:4], lambda: _affine(norm))
 
+    def behind(self, last, count):
+        """Return ``[C', 2]``, by what channels are scaled, and shifted then: float32 mostly.
+
+        ``last`` is a batch norm, or a scale and a shift that are one parameter each, or None, with
+        one value for all channels or one for each. C' are the ``last_channels`` of ``count``.
+        """
+        tensors = last[:4] if len(last) == 5 else last
+        key = ("behind", *map(id, tensors), *last[4:], count)
+        first = tensors[2] if len(last) == 5 else tensors[0]
+        return self._kept(first, key, tensors, lambda: (_behind(last, count),))[0]
+
     def unit(self, norm, layers):
         """Return the arrays of a BottleneckWeights: of a norm, and of three convolutions and norms.
 
@@ -149,6 +160,20 @@ def _slopes(parameter, count, to):
 def _repeated(parameter, count):
     values = parameter.detach().flatten().expand(count)
     return values.clone(memory_format=torch.contiguous_format)  # at an aligned address
+
+
+def _behind(last, count):
+    from ...block_sparse.stack.stack_conv_plan import last_channels
+
+    with torch.no_grad():
+        pair = scale_and_shift(last) if len(last) == 5 else last
+        pair = [None if t is None else _wide(t) for t in pair]
+        like = next(t for t in pair if t is not None)
+        table = like.new_zeros(last_channels(count), 2)
+        for column, values in enumerate(pair):
+            if values is not None:
+                table[:count, column] = values.flatten()
+        return table
 
 
 def _matrix(weight, bias, scale, to):

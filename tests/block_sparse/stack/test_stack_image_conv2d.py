@@ -20,7 +20,18 @@ from sbnet_cupy.block_sparse.stack.stack_image_conv2d import (
 )
 from sbnet_cupy.core.device import Device
 from support.exhaustive import all_but, thinned
-from support.stack_on_host import ACTIVATIONS, AMPERE, UNWRITTEN, Blocks, loaded, stored, use_shim
+from support.stack_on_host import (
+    ACTIVATIONS,
+    AMPERE,
+    HALVED,
+    LAST,
+    UNWRITTEN,
+    Blocks,
+    last_scales,
+    loaded,
+    stored,
+    use_shim,
+)
 
 HOPPER = Device(multiprocessors=132, shared_bytes=227 << 10, hopper=True, bulk_copy=True)
 TURING = Device(68, 64 << 10, hopper=False, bulk_copy=False, tensor_floats=False)
@@ -75,6 +86,10 @@ class Case:
         bias = rng.integers(-4, 5, self.channels_out).astype(np.float32)
         return x.astype(np.float64), w.astype(np.float64), scale, bias
 
+    def last(self):
+        """Return what channels are scaled and shifted by last: one array, or none."""
+        return last_scales(self.activation, self.channels_out)
+
     def active_pixels(self, listed):
         """Return which pixels lie in active blocks."""
         down, across = self.blocks.block
@@ -97,7 +112,9 @@ class Case:
             rows = slice(top, top + conv.image_out[0] * self.strides[0], self.strides[0])
             columns = slice(left, left + conv.image_out[1] * self.strides[1], self.strides[1])
             result += padded[:, rows, columns] @ w[r, s]
-        result = ACTIVATIONS[self.activation](result * scale + bias)
+        result = ACTIVATIONS[self.activation & (LAST - 1)](result * scale + bias)
+        for table in self.last():
+            result = result * table[: self.channels_out, 0] + table[: self.channels_out, 1]
         down, across = conv.block_out
         expected = np.zeros((len(listed), down, across, self.channels_out))
         for row, (n, hi, wi) in enumerate(listed):
@@ -126,7 +143,7 @@ class Case:
         )
         before = out.copy()
         run = prepare_image_conv(conv, steps, settled, clear_rows, plan, alignment)
-        run(x, packed, *table, out)
+        run(x, packed, *table, out, *self.last())
         count = len(listed)
         np.testing.assert_array_equal(loaded(out[:count], self.element), expected)
         rest = np.zeros_like(before[count:]) if clear_rows else before[count:]
@@ -156,6 +173,8 @@ CASES = [
     Case(kernel=(5, 5), channels=1, blocks=Blocks(image=(21, 18), block=(8, 8))),
     Case("BFloat16", kernel=(3, 3), channels=7, blocks=Blocks(image=(21, 18), block=(8, 8))),
     Case(blocks=Blocks(image=(12, 16), block=(4, 4)), pads=(0, 0), image_out=(8, 12)),
+    Case(**STEM, channels_out=70, activation=LAST + 1),
+    Case("float", kernel=(3, 3), channels_out=13, activation=LAST + HALVED),
 ]
 
 
@@ -168,7 +187,7 @@ def _on_shim(require, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("number", all_but(range(len(CASES)), (0, 7, 8, 9, 10, 13, 20)))
+@pytest.mark.parametrize("number", all_but(range(len(CASES)), (0, 7, 8, 9, 10, 13, 20, 21)))
 def test_convolution_of_whole_numbers_is_exact(number, monkeypatch):
     """On GPUs of two kinds, by turns."""
     device = (HOPPER, AMPERE)[number % 2]
