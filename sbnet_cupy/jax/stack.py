@@ -15,7 +15,7 @@ import numpy as np
 from ..block_sparse.active_blocks import ActiveBlocks
 from ..block_sparse.from_mask import batch_of_one
 from ..block_sparse.stack.block_table import BlockTable
-from ..block_sparse.stack.checks import check_stack
+from ..block_sparse.stack.checks import background_number, check_stack
 from ..block_sparse.stack.interpolation import phases, resolve_resize
 from ..block_sparse.stack.neighbours import Axis
 from ..block_sparse.stack.stack_conv2d import STACK_CONV2D, resolve_stack_conv
@@ -122,7 +122,7 @@ def stack_to_image(stack, table, *, background: Any = 0, data_format="NHWC"):
     shape = (images, *size, channels) if last else (images, channels, *size)
     check_images("stack", spec_of("stack", stack).new(shape), checked, data_format)
     if isinstance(background, int | float | np.number | np.bool_):
-        below = jnp.full(shape, background, stack.dtype)
+        below = jnp.full(shape, background_number(background, stack.dtype), stack.dtype)
     else:
         spec = spec_of("background", background)
         check_array("background", spec, ndim=(0, 1, 4))

@@ -65,6 +65,8 @@ def test_images(sbj, place, jax, data_format):
         same(y, sb.stack_to_image(to_numpy(stack), known, background=background, **fixed))
     with pytest.raises(sb.DTypeError, match="background must have the dtype"):
         sbj.stack_to_image(stack, table, background=place.make(normal(3).astype(np.float16)))
+    with pytest.raises(sb.DTypeError, match="background must be an integer that uint8 holds"):
+        sbj.stack_to_image(stack.astype("uint8"), table, background=300)
     with pytest.raises(sb.ShapeError, match="x must hold 2 images"):
         sbj.stack_from_image(place.make(x[:1]), table, **fixed)
 

@@ -4,9 +4,10 @@ import contextlib
 
 import numpy as np
 
-from ...core.arrays import is_float
+from ...core.arrays import dtype_kind, is_float
 from ...core.checks import check_array, check_contiguous
 from ...core.graph_memory import memory_of_graphs
+from ...core.scalars import as_number
 from ...errors import DTypeError
 from .block_table import check_table
 
@@ -34,3 +35,21 @@ def check_like(name, value, x):
         raise DTypeError(
             f"{name} must have the dtype of x, {x.dtype}, got {value.dtype}; convert it"
         )
+
+
+def background_number(value, dtype):
+    """Return a number that images of this dtype can hold, rounded if they are floats; or raise."""
+    if not isinstance(value, int | float | np.number | np.bool_):
+        raise DTypeError(f"background must be a number or an array, got {type(value).__name__}")
+    kind = dtype_kind(dtype)
+    if kind == "f":
+        return as_number("background", value)
+    if kind in "iu":
+        limits, is_real = np.iinfo(dtype), not isinstance(value, np.complexfloating)
+        if not (is_real and limits.min <= value <= limits.max and value == int(value)):
+            raise DTypeError(
+                f"background must be an integer that {dtype} holds, from {limits.min} to "
+                f"{limits.max}, got {value!r}; convert the stack with astype"
+            )
+        return int(value)
+    return value

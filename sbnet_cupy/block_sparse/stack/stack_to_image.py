@@ -11,7 +11,7 @@ from ...core.operator import Operator, Plan
 from ...dense.conv2d import check_choice
 from ...errors import DTypeError, ShapeError
 from ..gather_scatter.sparse_scatter import sparse_scatter
-from .checks import check_stack
+from .checks import background_number, check_stack
 from .stack_from_image import check_images
 
 
@@ -46,7 +46,7 @@ def stack_to_image(stack, table, *, background: Any = 0, data_format="NHWC", out
     ShapeError
         If the stack does not fit the table, or ``background`` the result.
     DTypeError
-        If ``background`` is neither a number nor an array of the dtype of ``stack``.
+        If ``background`` is neither a number that ``stack`` could hold nor an array of its dtype.
 
     Source: Ren et al. 2018, arXiv:1801.02108, section 3.2. Kernel:
     cuda_src/block_sparse/stack/stack_to_image.cu
@@ -78,10 +78,8 @@ def stack_to_image(stack, table, *, background: Any = 0, data_format="NHWC", out
             check_images("background", background, table, data_format)
             if background.shape != shape:
                 raise ShapeError(f"background must have shape {shape}, got {background.shape}")
-    elif not isinstance(background, int | float | np.number | np.bool_):
-        raise DTypeError(
-            f"background must be a number or an array, got {type(background).__name__}"
-        )
+    else:
+        background = background_number(background, stack.dtype)
     if out is None:
         out = empty(shape, stack.dtype, stack)
         check_images("stack", out, table, data_format)

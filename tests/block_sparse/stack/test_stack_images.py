@@ -65,6 +65,26 @@ def test_into_the_background(xp):
     assert to_numpy(y)[0, 0, :, 0].tolist() == [5, 5, 1]
 
 
+UNHELD = [
+    ("u1", 300, "an integer that uint8 holds, from 0 to 255, got 300"),
+    ("u1", np.int64(-1), "an integer that uint8 holds"),
+    ("i4", 1.5, "an integer .* got 1.5; convert the stack"),
+    ("i8", float("nan"), "an integer .* got nan"),
+    ("u8", np.float64(1e300), "an integer that uint64 holds"),
+    ("i2", np.complex64(1j), "an integer that int16 holds"),
+    ("f4", np.complex64(1j), "a number, got"),
+    ("f4", 10**400, "a number that a float can hold"),
+]
+
+
+@pytest.mark.parametrize("dtype, background, message", UNHELD)
+def test_a_background_that_the_images_cannot_hold(xp, dtype, background, message):
+    blocks = stack_cases.Blocks(np.array([[[True, False]]]), (2, 2), (2, 3))
+    stack = xp.asarray(np.ones((1, 2, 2, 1), dtype))
+    with pytest.raises(sb.DTypeError, match=f"background must be {message}"):
+        sb.stack_to_image(stack, blocks.table(xp.asarray), background=background)
+
+
 @pytest.mark.parametrize("data_format", FORMATS)
 @stack_cases.FEW
 @given(data=st.data())
