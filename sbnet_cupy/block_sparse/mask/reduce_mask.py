@@ -172,7 +172,9 @@ def _check(mask, block_count, capacity):
     if max(mask.shape) >= 2**30:
         raise ShapeError(f"mask must be under 2**30 along each axis, got {mask.shape}")
     if capacity is not None and (not is_integer(capacity) or not 0 <= capacity <= _MOST_BLOCKS):
-        raise ShapeError(f"capacity must be a non-negative integer or None, got {capacity!r}")
+        raise ShapeError(
+            f"capacity must be a non-negative integer below 2**31, or None, got {capacity!r}"
+        )
     blocks = (mask.shape[0], *block_count)
     if math.prod(blocks) > _MOST_BLOCKS:
         raise ShapeError(f"block_count must give under 2**31 blocks, got {blocks} (N, h, w)")

@@ -231,6 +231,11 @@ def test_active_blocks_to_dense(xp, some, capacity):
     assert_same(dense, xp.writable(expected))
 
 
+def test_a_capacity_that_is_too_large(xp):
+    with pytest.raises(ShapeError, match=r"capacity must be .* below 2\*\*31, or None, got 2147"):
+        reduce_mask(xp.asarray(np.ones((1, 2, 2), bool)), 1, bsize=2, capacity=2**31)
+
+
 @pytest.mark.parametrize("capacity", [0, 1, 2, 3, 4])
 def test_overflow_is_seen_and_checked(some, capacity):
     active = some(capacity=capacity)
