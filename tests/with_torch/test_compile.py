@@ -139,6 +139,23 @@ def test_a_sparsified_network_runs_as_it_is_in_what_is_compiled(st, torch, devic
         assert_same(run(x, mask), whole(x * 2, mask) + 1)
 
 
+@pytest.mark.parametrize("capacity", [None, 1.0])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_hooks_of_a_compiled_network_run_once(st, torch, capacity, in_place):
+    """Without a capacity the call is made apart; ``compile`` of the module itself runs, too."""
+    x, mask, _ = inputs(torch)
+    x, network = x.permute(0, 3, 1, 2), modules(st, torch, "cpu")[2]
+    network.capacity = capacity
+    with torch.no_grad():
+        expected = network(x + 1, mask) * 2
+        network.register_forward_pre_hook(lambda module, args: (args[0] + 1, *args[1:]))
+        network.register_forward_hook(lambda module, args, out: out * 2)
+        if in_place:
+            network.compile(backend="eager")
+        run = network if in_place else torch.compile(network, backend="eager")
+        assert_close(run(x, mask), expected, terms=3 * TERMS, dtype="float32")
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inductor's own imports
 @pytest.mark.parametrize("break_even", [0.0, 2.0])  # whole images, and a stack
 @pytest.mark.parametrize(

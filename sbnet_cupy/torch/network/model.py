@@ -426,8 +426,8 @@ def _kinds(args, kwargs):
 
 @torch.compiler.disable
 def _apart(sparse, x, mask, args, kwargs):
-    """Make a call outside of what torch.compile compiles."""
-    return sparse(x, mask, *args, **kwargs)
+    """Make a call outside of what torch.compile compiles, where the hooks of the network ran."""
+    return SparseModel.forward(sparse, x, mask, *args, **kwargs)
 
 
 @in_one_piece
