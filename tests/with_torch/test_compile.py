@@ -1,6 +1,7 @@
 """sbnet_cupy.torch under torch.compile and torch.export."""
 
 import copy
+import pickle
 
 import pytest
 
@@ -154,6 +155,22 @@ def test_hooks_of_a_compiled_network_run_once(st, torch, capacity, in_place):
             network.compile(backend="eager")
         run = network if in_place else torch.compile(network, backend="eager")
         assert_close(run(x, mask), expected, terms=3 * TERMS, dtype="float32")
+
+
+@pytest.mark.parametrize("kind", range(3))
+@pytest.mark.parametrize("pickled", [False, True])
+def test_copies_of_compiled_modules_have_their_own_weights(st, torch, kind, pickled):
+    """As those of PyTorch's modules; what ``compile`` makes calls the module that was compiled."""
+    x, mask, _ = inputs(torch)
+    x, module = x.permute(0, 3, 1, 2), modules(st, torch, "cpu")[kind]
+    module.compile(backend="eager")
+    twin = pickle.loads(pickle.dumps(module)) if pickled else copy.deepcopy(module)
+    with torch.no_grad():
+        before = module(x, mask)
+        for parameter in twin.parameters():
+            parameter.zero_()
+        assert not torch.equal(twin(x, mask), before)
+        assert_same(module(x, mask), before)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inductor's own imports

@@ -55,7 +55,8 @@ class BlockModule(torch.nn.Module):
         return super()._load_from_state_dict(*args, **kwargs)
 
     def __getstate__(self):
-        return {k: v for k, v in vars(self).items() if k not in ("_frozen", "_kept")}
+        state = super().__getstate__()
+        return {k: v for k, v in state.items() if k not in ("_frozen", "_kept")}
 
     def _configure(self, block_size, capacity, precision, method):
         """Set the options of every module, or raise."""

@@ -400,7 +400,7 @@ class SparseModel(Report, nn.Module):
         )
 
     def __getstate__(self):
-        state = dict(vars(self))
+        state = super().__getstate__()  # without what compile() made of the module
         state.update(
             _weights=Weights(), _replays=Replays(), _tapes=Tapes(), _traces=Traces(),
             _training_replays=training_replay.TrainingReplays(),
