@@ -37,12 +37,23 @@ DEVICE void scale_and_shift(float (&sums)[COUNT], const float* scale, const floa
     }
 }
 
+// Scale and shift of two channels, loaded each time that they are needed: registers are few where a tile ends.
+DEVICE float4 scales_of_two(const float2* __restrict__ scaled) {
+#ifdef SBNET_HOST
+    return *reinterpret_cast<const float4*>(scaled);
+#else
+    float4 two;
+    asm volatile("ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(two.x), "=f"(two.y), "=f"(two.z), "=f"(two.w) : "l"(scaled));
+    return two;
+#endif
+}
+
 // values * scale + shift, in place; `scaled` has scale and shift of each channel.
 template <int COUNT>
 DEVICE void scale_last(float (&values)[COUNT], const float2* __restrict__ scaled) {
 #pragma unroll
     for (int e = 0; e < COUNT; e += 2) {
-        const float4 two = *reinterpret_cast<const float4*>(scaled + e);
+        const float4 two = scales_of_two(scaled + e);
         values[e] = __fmaf_rn(values[e], two.x, two.y), values[e + 1] = __fmaf_rn(values[e + 1], two.z, two.w);
     }
 }

@@ -339,6 +339,7 @@ _WGMMA_TILES = (
 )
 _IN_BULK = ((192, 64),)  # only where pixels come in bulk
 _OTHERWISE = ((64, 256), (256, 128))  # only where threads copy them
+_FULL_OF_SUMS = ((192, 128),)  # without registers for what is scaled last
 _MMA_TILES = (((64, 64), (2, 2), 2), ((128, 64), (4, 2), 1), ((128, 128), (4, 2), 1))
 _SPLITS = (1, 2, 3, 4, 8)
 _MOST_STAGES = 6  # more were no faster, and keep the next kernel's thread blocks waiting
@@ -370,6 +371,8 @@ def _candidates(conv, device, bulk=False, direct=False):
         if tile == (64, 64) and warps == (1, 2) and not conv.slowness:
             continue
         if tile in (_OTHERWISE if bulk else _IN_BULK):
+            continue
+        if conv.scales_last and tile in _FULL_OF_SUMS:
             continue
         if not simple:  # such copies, and rounding to tf32, take more registers
             most = 2 if sum(tile) == 128 else 1

@@ -156,7 +156,7 @@ def plan_image_conv(conv, device):
 def candidates(conv, device):
     """Yield the plans that fit."""
     for pixels, columns in _BLOCKS:
-        blocks = blocks_of(pixels, columns, conv.channels, device)
+        blocks = blocks_of(pixels, columns, conv.channels, device, conv.scales_last)
         plan = ImagePlan(pixels, columns, _tile(conv.block_out, pixels), blocks, device.hopper)
         fits = plan.shared_bytes(conv) <= device.shared_bytes
         if fits and _patch_pixels(conv, plan) < _MOST_PATCH:
@@ -171,12 +171,13 @@ _BLOCKS = {
 }  # fmt: skip
 
 
-def blocks_of(pixels, columns, channels, device):
+def blocks_of(pixels, columns, channels, device, scales_last=False):
     """Return for how many thread blocks an instance leaves registers, with none spilled.
 
-    Pixels of many channels take more registers.
+    Pixels of many channels take more registers, and so do channels that are scaled last.
     """
-    return _BLOCKS[pixels, columns][not device.hopper] - (channels > 4)
+    blocks = _BLOCKS[pixels, columns][not device.hopper] - (channels > 4)
+    return blocks - (scales_last and blocks > 3)
 
 
 def _patch_pixels(conv, plan):

@@ -47,6 +47,8 @@ class PatchPlan(NamedTuple):
         """Whether registers would spill, or other tiles are better whatever the estimate."""
         pixels, columns = self.tile
         crowded, several = self.blocks > 1, self.patch_stages > 1
+        if conv.scales_last and (pixels * columns > 128 * 128 or (crowded and pixels >= _SMALL)):
+            return True
         if columns < PANEL:
             spills = crowded and conv.slowness and (self.patches > 1 or pixels == _SMALL)
             large = pixels > _SMALL

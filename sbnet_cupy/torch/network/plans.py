@@ -78,7 +78,7 @@ class Plan:
         table, is_plain = self.facts[0], self.adds_behind and "pads" in (self.options or ())
         if not is_plain or table.whole or table.weights is None or table.tape is not None:
             return False
-        if self.last is not None or cuda.code_of(self.activation) in (None, 0):
+        if self.last is not None or (cuda.code_of(self.activation) or 0) <= 0:
             return False
         given = [p for p in parameters if p is not None]
         if cuda.records(*given) or any(p.dtype not in (self.dtype, torch.float32) for p in given):
