@@ -37,31 +37,21 @@ DEVICE void scale_and_shift(float (&sums)[COUNT], const float* scale, const floa
     }
 }
 
-// Scale and shift of two channels, loaded each time that they are needed: registers are few where a tile ends.
-DEVICE float4 scales_of_two(const float2* __restrict__ scaled) {
-#ifdef SBNET_HOST
-    return *reinterpret_cast<const float4*>(scaled);
-#else
-    float4 two;
-    asm volatile("ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(two.x), "=f"(two.y), "=f"(two.z), "=f"(two.w) : "l"(scaled));
-    return two;
-#endif
-}
-
-// values * scale + shift, in place; `scaled` has scale and shift of each channel.
-template <int COUNT>
-DEVICE void scale_last(float (&values)[COUNT], const float2* __restrict__ scaled) {
-#pragma unroll
-    for (int e = 0; e < COUNT; e += 2) {
-        const float4 two = scales_of_two(scaled + e);
-        values[e] = __fmaf_rn(values[e], two.x, two.y), values[e + 1] = __fmaf_rn(values[e + 1], two.z, two.w);
-    }
-}
+// By what channels are scaled and shifted behind all else, from a channel on.
+struct LastScales {
+    const float *scale, *shift;
+    DEVICE LastScales at(int column) const { return LastScales{scale + column, shift + column}; }
+};
+// How many channels LastScales have in memory: as many as the columns of whole tiles.
+DEVICE int last_channels(int K) { return ceil_div(K, 256) * 256; }
+// How many tables of floats the columns of a tile have: scale and bias, and those of LastScales.
+template <int ACTIVATION>
+constexpr int TABLES = scales_last(ACTIVATION) ? 4 : 2;
 
 // The result of 16 bytes of channels; `add_to` is the residual, if there is one.
 template <typename T, int ACTIVATION, bool WIDE>
 DEVICE uint4 finished(const float (&sums)[16 / sizeof(T)], const float* scale, const float* bias, uint4 add_to,
-                      bool has_residual, bool inside, const float2* scaled = nullptr) {
+                      bool has_residual, bool inside, LastScales last = {}) {
     constexpr int COUNT = 16 / sizeof(T);
     float values[COUNT];
 #pragma unroll
@@ -77,7 +67,7 @@ DEVICE uint4 finished(const float (&sums)[16 / sizeof(T)], const float* scale, c
     if constexpr (scales_last(ACTIVATION)) {
 #pragma unroll
         for (int e = 0; e < COUNT; ++e) values[e] = activate<after_sum(ACTIVATION)>(values[e]);
-        scale_last(values, scaled);
+        scale_and_shift<WIDE>(values, last.scale, last.shift);
     }
     const uint4 result = rounded<T, scales_last(ACTIVATION) ? 0 : after_sum(ACTIVATION)>(values);
     return inside ? result : zero<uint4>();
@@ -87,10 +77,10 @@ DEVICE uint4 finished(const float (&sums)[16 / sizeof(T)], const float* scale, c
 template <typename T, int ACTIVATION, bool VECTOR, bool WIDE>
 DEVICE void finish(const float (&sums)[16 / sizeof(T)], const float* scale, const float* bias, uint4 add_to,
                    const T* __restrict__ residual, T* __restrict__ y, i64 to, int left, bool inside,
-                   const float2* scaled = nullptr) {
+                   LastScales last = {}) {
     if (left <= 0) return;
     if constexpr (VECTOR) {
-        *reinterpret_cast<uint4*>(y + to) = finished<T, ACTIVATION, WIDE>(sums, scale, bias, add_to, residual, inside, scaled);
+        *reinterpret_cast<uint4*>(y + to) = finished<T, ACTIVATION, WIDE>(sums, scale, bias, add_to, residual, inside, last);
     } else {
 #pragma unroll
         for (int e = 0; e < static_cast<int>(16 / sizeof(T)); ++e) {
@@ -98,7 +88,7 @@ DEVICE void finish(const float (&sums)[16 / sizeof(T)], const float* scale, cons
             float value = activate<before_sum(ACTIVATION)>(__fmaf_rn(sums[e], scale[e], bias[e]));
             if (residual) value += to_compute<float>(residual[to + e]);
             value = activate<after_sum(ACTIVATION)>(value);
-            if constexpr (scales_last(ACTIVATION)) value = __fmaf_rn(value, scaled[e].x, scaled[e].y);
+            if constexpr (scales_last(ACTIVATION)) value = __fmaf_rn(value, last.scale[e], last.shift[e]);
             y[to + e] = from_compute<T>(inside ? value : 0.0f);
         }
     }
@@ -155,8 +145,9 @@ struct Result {
     int pitch_added;  // channels from a pixel of the residual to the next: more than K, where it is a part of another stack
     using Sums = const float (&)[ChannelOrder<T>::COUNT];  // no generic lambdas: NVRTC 13.0 takes them for host functions
 
-    const float2* __restrict__ scaled;  // scale and shift of each channel of y, if they are scaled last
-    DEVICE const float2* scaled_of(int column) const { return scaled + k0 + column; }
+    LastScales last;  // of the tile's columns, if they are scaled last
+    // Those of a column, loaded each time that they are needed: registers are few where a tile ends.
+    DEVICE LastScales last_of(int column) const { return last.at(recomputed(column)); }
     // Where a pixel of the residual begins.
     DEVICE i64 added(int pixel) const { return static_cast<i64>(pixel) * pitch_added; }
 
@@ -287,7 +278,7 @@ private:
                     vector_of<T>(acc[m], v, half, sums);
                     if (pixel >= 0)
                         finish<T, ACTIVATION, VECTOR, false>(sums, scale + column, bias + column, add_to[v], residual, y,
-                                                             at + column, K - k0 - column, inside, scaled_of(column));
+                                                             at + column, K - k0 - column, inside, last_of(column));
                 }
             }
         }
@@ -336,12 +327,12 @@ private:
                     const i64 to = static_cast<i64>(pixels[m][half]) * K + k;
                     if constexpr (VECTOR) {  // with no branch but that of the store
                         const uint4 result = finished<T, ACTIVATION, true>(sums, its_scale, its_bias, add_to[m][half], ADDED,
-                                                                           inside[m][half], scaled_of(column));
+                                                                           inside[m][half], last_of(column));
                         if (pixels[m][half] >= 0 && k < K) *reinterpret_cast<uint4*>(y + to) = result;
                     } else if (pixels[m][half] >= 0) {
                         finish<T, ACTIVATION, VECTOR, true>(sums, its_scale, its_bias, add_to[m][half],
                                                             ADDED ? residual : nullptr, y, to, K - k, inside[m][half],
-                                                            scaled_of(column));
+                                                            last_of(column));
                     }
                 }
         }
@@ -364,7 +355,7 @@ private:
                     vector_of<T>(acc[m], v, half, sums);
                     uint4& vector = *reinterpret_cast<uint4*>(staged + row * pitch + column * static_cast<int>(sizeof(T)));
                     vector = finished<T, ACTIVATION, false>(sums, scale + column, bias + column, ADDED ? vector : zero<uint4>(), ADDED,
-                                                    rows.is_inside(row), scaled_of(column));
+                                                    rows.is_inside(row), last_of(column));
                 }
         }
     }

@@ -77,9 +77,9 @@ def last_scales(activation, channels):
     if not activation & LAST:
         return []
     rng = np.random.default_rng(channels)
-    table = np.full((last_channels(channels), 2), np.nan, np.float32)
-    table[:channels, 0] = rng.choice([-1, 0.5, 2], channels)
-    table[:channels, 1] = rng.integers(-4, 5, channels)
+    table = np.full((2, last_channels(channels)), np.nan, np.float32)
+    table[0, :channels] = rng.choice([-1, 0.5, 2], channels)
+    table[1, :channels] = rng.integers(-4, 5, channels)
     return [table]
 
 
@@ -270,7 +270,8 @@ class ConvCase:
                 block = block + residual[row, :height, :width]
             block = block if is_first else activated(block)
             for table in self.last():
-                block = block * table[: self.channels_out, 0] + table[: self.channels_out, 1]
+                scale, shift = table[:, : self.channels_out]
+                block = block * scale + shift
             expected[row, :height, :width] = block
         return loaded(stored(expected, self.element), self.element)
 

@@ -94,8 +94,8 @@ def asked(torch, st, monkeypatch):
             if scales_last:
                 names[-1] += " scaled last"
                 assert scaled.is_contiguous() and scaled.dtype == torch.float32
-                assert scaled.shape[0] % 256 == 0 and scaled.shape[0] >= channels_out
-                scale, shift = scaled[:channels_out].to(y.dtype).unbind(1)
+                assert scaled.shape[1] % 256 == 0 and scaled.shape[1] >= channels_out
+                scale, shift = scaled[:, :channels_out].to(y.dtype)
                 y = (y * scale + shift).where(inside, 0)
             out.copy_(y)
 

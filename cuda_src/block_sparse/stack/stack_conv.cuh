@@ -33,6 +33,13 @@ struct Order {
 constexpr int PANEL = 64, PANEL_CHUNK = PANEL * TILE_ROW;
 DEVICE i64 tables_bytes(int K) { return static_cast<i64>(ceil_div(K, PANEL)) * (2 * PANEL * 4); }
 
+// A value of a table of K channels: scale, bias, and the last scale and shift.
+DEVICE float table_value(const u8* __restrict__ packed, const float* __restrict__ scaled, int table, int k, int K) {
+    const float* const its = table < 2 ? reinterpret_cast<const float*>(packed) + table * (ceil_div(K, PANEL) * PANEL)
+                                       : scaled + (table - 2) * last_channels(K);
+    return k < K ? its[k] : 0.0f;
+}
+
 // ---------------------------------------------------------------------------- groups
 
 // Groups of channels: `in` of x make `out` of y. All output channels of a panel read the same `span` channels of x, whole
@@ -303,7 +310,7 @@ private:
 // What a thread block works on.
 //   POINTWISE    a 1x1 kernel with stride 1: pixel p of y reads pixel p of x, and the table is not needed
 //   VECTOR_IN    pixels of x are whole vectors of 16 bytes, aligned; VECTOR_OUT: those of y and the residual
-//   scaled       float2 [K up to a multiple of 256], by what channels are scaled and shifted last, if ACTIVATION says so
+//   scaled       [2][last_channels(K)], by what channels are scaled and shifted last, if ACTIVATION says so
 //   pitch        channels from a pixel of x to the next; pitch_added: of the residual. In vectors, x and the residual may be
 //                some channels of other stacks
 //   ROUND        x is float, rounded to tf32 in shared memory
@@ -316,7 +323,7 @@ private:
 #define STACK_CONV_PARAMETERS                                                                                          \
     const T *__restrict__ x, const u8 *__restrict__ packed, const T *__restrict__ residual,                           \
         const int *__restrict__ bin_counts, const int *__restrict__ indices, const int *__restrict__ grid,            \
-        float *__restrict__ partials, T *__restrict__ y, const float2 *__restrict__ scaled, i64 M, i64 N, i64 GH,     \
+        float *__restrict__ partials, T *__restrict__ y, const float *__restrict__ scaled, i64 M, i64 N, i64 GH,     \
         i64 GW, i64 C, i64 K, i64 bh, i64 bw, i64 ph, i64 pw, i64 H, i64 W, i64 P, i64 Q, i64 R, i64 S, i64 SH,       \
         i64 SW, i64 DH, i64 DW, i64 top, i64 left, i64 pitch, i64 pitch_added, i64 span, i64 group_in, i64 group_out, \
         i64 settled, i64 clear_rows

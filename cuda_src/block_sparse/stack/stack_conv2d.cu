@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS, BLOCKS) st
     DYNAMIC_SHARED(u8, ring);
     float* const scale = reinterpret_cast<float*>(ring + STAGES * STAGE);
     float* const bias = scale + BN;
-    int* const inside = reinterpret_cast<int*>(bias + BN);
+    int* const inside = reinterpret_cast<int*>(scale + TABLES<ACTIVATION> * BN);
     int* const offsets = inside + BM;  // [taps][BM]: pixels of the stack, or -1
 
     const Problem g(C, K, bh, bw, ph, pw, H, W, P, Q, R, S, SH, SW, DH, DW, top, left, pitch);
@@ -162,11 +162,8 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS, BLOCKS) st
 
     for (int tile = blockIdx.x / SPLIT; tile < tiles; tile += gridDim.x / SPLIT) {
         const int tile_m = tile / across, p0 = tile_m * BM, k0 = (tile - tile_m * across) * BN;
-        for (int i = threadIdx.x; i < 2 * BN; i += THREADS) {
-            const int k = k0 + i % BN;
-            const float* const its = reinterpret_cast<const float*>(packed) + (i < BN ? 0 : panels * PANEL);
-            scale[i] = k < g.K ? its[k] : 0.0f;
-        }
+        for (int i = threadIdx.x; i < TABLES<ACTIVATION> * BN; i += THREADS)
+            scale[i] = table_value(packed, scaled, i / BN, k0 + i % BN, g.K);
         if (!whole)
             for (int i = threadIdx.x; i < BM; i += THREADS) inside[i] = finder.is_inside(p0, i);
         if constexpr (!POINTWISE)
@@ -196,7 +193,8 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS, BLOCKS) st
         }
         fill = AHEAD;
         const StackRows its_rows{p0, pixels, whole ? nullptr : inside};
-        const Result<T, StackRows> result{residual, y, scale, bias, its_rows, k0, g.K, Problem::narrow(pitch_added), scaled};
+        const Result<T, StackRows> result{residual, y, scale, bias, its_rows, k0, g.K, Problem::narrow(pitch_added),
+                                           {scale + 2 * BN, scale + 3 * BN}};
         if (residual && !PARTIALS) result.template prefetch<BM, BN>(threadIdx.x, THREADS);
 
         float acc[MT][NT][4];
@@ -227,7 +225,7 @@ template <typename T, int SPLIT, bool VECTOR_OUT, int ACTIVATION>
 __global__ void __launch_bounds__(256)
     stack_conv_sum(const float* __restrict__ partials, const u8* __restrict__ packed, const T* __restrict__ residual,
                    const int* __restrict__ bin_counts, const int* __restrict__ indices, const int* __restrict__ grid,
-                   T* __restrict__ y, const float2* __restrict__ scaled, i64 M, i64 N, i64 GH, i64 GW, i64 K, i64 ph,
+                   T* __restrict__ y, const float* __restrict__ scaled, i64 M, i64 N, i64 GH, i64 GW, i64 K, i64 ph,
                    i64 pw, i64 P, i64 Q, i64 width, i64 pitch_added, i64 clear_rows) {
     constexpr int COUNT = ChannelOrder<T>::COUNT;
     overlap_launches();
@@ -255,7 +253,8 @@ __global__ void __launch_bounds__(256)
             }
         const bool inside = whole || finder.is_inside(narrow(p), 0);
         finish<T, ACTIVATION, VECTOR_OUT, false>(sums, scale + k, bias + k, residual_at<VECTOR_OUT>(residual, p * pitch_added + k, true),
-                                          residual, y, p * K + k, narrow(K) - k, inside, scaled + k);
+                                          residual, y, p * K + k, narrow(K) - k, inside,
+                                          LastScales{scaled + k, scaled + last_channels(narrow(K)) + k});
     }
     if (clear_rows) clear_rest<VECTOR_OUT>(y, rows * ph * pw * K, M * ph * pw * K);
 }

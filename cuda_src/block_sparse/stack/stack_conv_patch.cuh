@@ -114,17 +114,17 @@ struct RestSteps {
 };
 
 // Shared memory, from a multiple of 1024 bytes on.
-template <int BN, int STAGES, int PATCH_STAGES>
+template <int BN, int STAGES, int PATCH_STAGES, int TABLES>
 struct PatchMemory {
     u8 *weights, *patches;
-    float* tables;  // [2][2][BN]: scale and bias
+    float* tables;  // [2][TABLES][BN]: scale and bias, and what columns are scaled by last
     u64 *full, *empty, *patch_full, *patch_empty, *table_full, *table_empty, *copiers;
     int* offsets;  // of a patch's pixels, or -1; then the blocks that patches reach into
     DEVICE PatchMemory(u8* unaligned, int patch_bytes) {
         weights = unaligned + (1024 - shared_address(unaligned) % 1024) % 1024;
         patches = weights + STAGES * BN * TILE_ROW;
         tables = reinterpret_cast<float*>(patches + PATCH_STAGES * patch_bytes);
-        full = reinterpret_cast<u64*>(tables + 4 * BN), empty = full + STAGES;
+        full = reinterpret_cast<u64*>(tables + 2 * TABLES * BN), empty = full + STAGES;
         patch_full = empty + STAGES, patch_empty = patch_full + PATCH_STAGES;
         table_full = patch_empty + PATCH_STAGES, table_empty = table_full + 2, copiers = table_empty + 2;
         offsets = reinterpret_cast<int*>(copiers + 2);  // a multiple of 16 bytes
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(Engine<T, TH * TW * PATCHES, BN, WM, WN>::THRE
     const int groups = ALONE ? 1 : order.groups + (REST ? 1 : 0);  // patches of a tile
     const int height = TH + (g.R - 1) * g.DH, width = TW + (g.S - 1) * g.DW, patch_pixels = PATCHES * height * width;
     const int patch_bytes = ceil_div(patch_pixels * TILE_ROW, 1024) * 1024;
-    const PatchMemory<BN, STAGES, PATCH_STAGES> shared(unaligned, patch_bytes);
+    const PatchMemory<BN, STAGES, PATCH_STAGES, TABLES<ACTIVATION>> shared(unaligned, patch_bytes);
     const int panels = ceil_div(g.K, PANEL), across = ceil_div(g.K, BN);
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) barrier_init(shared.full + s, 1), barrier_init(shared.empty + s, MULTIPLIERS / 32);
@@ -206,12 +206,17 @@ __global__ void __launch_bounds__(Engine<T, TH * TW * PATCHES, BN, WM, WN>::THRE
                     if (++issued == STAGES) wait();
                 }
                 u64* const full = shared.table_full + its_tables.slot;
-                float* const to = shared.tables + its_tables.slot * (2 * BN);
+                float* const to = shared.tables + its_tables.slot * (TABLES<ACTIVATION> * BN);
                 barrier_wait(shared.table_empty + its_tables.slot, its_tables.phase ^ 1);
                 if (elected()) {
-                    barrier_expect(full, 2 * here * (COLUMNS * 4));
+                    barrier_expect(full, TABLES<ACTIVATION> * here * (COLUMNS * 4));
                     bulk_copy(to, packed + k0 * 4, here * (COLUMNS * 4), full);
                     bulk_copy(to + BN, packed + (panels * PANEL + k0) * 4, here * (COLUMNS * 4), full);
+                    if constexpr (scales_last(ACTIVATION)) {
+                        const u8* const last = reinterpret_cast<const u8*>(scaled + k0);
+                        bulk_copy(to + 2 * BN, last, here * (COLUMNS * 4), full);
+                        bulk_copy(to + 3 * BN, last + last_channels(g.K) * 4, here * (COLUMNS * 4), full);
+                    }
                 }
                 its_tables.advance();
             }
@@ -345,10 +350,11 @@ __global__ void __launch_bounds__(Engine<T, TH * TW * PATCHES, BN, WM, WN>::THRE
             }
             wait();
             barrier_wait(shared.table_full + its_tables.slot, its_tables.phase);
-            const float* const scale = shared.tables + its_tables.slot * (2 * BN);
+            const float* const scale = shared.tables + its_tables.slot * (TABLES<ACTIVATION> * BN);
             const PatchRows<TH, TW, PATCHES> its{parts, table, tile / across, whole};
             const Result<T, PatchRows<TH, TW, PATCHES>> result{
-                residual, y, scale, scale + BN, its, tile % across * BN, g.K, Problem::narrow(pitch_added), scaled};
+                residual, y, scale, scale + BN, its, tile % across * BN, g.K, Problem::narrow(pitch_added),
+                {scale + 2 * BN, scale + 3 * BN}};
             result.template store<ACTIVATION, VECTOR_OUT, false, Product>(acc);
             __syncwarp();
             if (lane == 0) barrier_arrive(shared.table_empty + its_tables.slot);

@@ -45,7 +45,8 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
     using Sums = SharedSums<BM, BN, SPLIT, LANES>;
     // Tiles whose results' pixels are found ahead: the warps that do it may bring boxes too, and are not to wait for results.
     constexpr int FOUND = LISTED ? 4 : 0;
-    using Memory = PipelineMemory<BM, BN, STAGES, CLUSTERED ? 1 : RESULTS, CLUSTERED ? Sums::BYTES : RESULTS * BM * RESULT_PITCH, FOUND>;
+    using Memory = PipelineMemory<BM, BN, STAGES, CLUSTERED ? 1 : RESULTS, CLUSTERED ? Sums::BYTES : RESULTS * BM * RESULT_PITCH, FOUND,
+                                   TABLES<ACTIVATION>>;
     using Boxes = BlockBoxes<BM, BOXED ? BOX : BOX_ROWS, (PARTS > 1)>;
     static_assert(RESULTS == 0 || (SPLIT == 1 && VECTOR_OUT), "whole results are staged, in vectors");
     static_assert(!IMAGES || (RESULTS == 0 && !PARTIALS && !SHORTCUT), "results go to pixels one by one");
@@ -363,10 +364,9 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
             const int p0 = its.p0, k0 = its.k0, end = PARTS == 1 ? pixels : min(pixels, p0 + its.height);
             // Products of 64 rows that are the group's own.
             const int products = !Product::ASYNC || PARTS == 1 ? MT : min(its.height / 64 - group * MT, MT);
-            for (int i = recomputed(threadIdx.x); i < 2 * BN; i += MULTIPLIERS) {
+            for (int i = recomputed(threadIdx.x); i < TABLES<ACTIVATION> * BN; i += MULTIPLIERS) {
                 const int k = k0 + i % BN;
-                const float* const its = reinterpret_cast<const float*>(packed) + (i < BN ? 0 : panels * PANEL);
-                float value = k < g.K ? its[k] : 0.0f;
+                float value = table_value(packed, scaled, i / BN, k, g.K);
                 if (SHORTCUT && i >= BN && k < g.K) value += reinterpret_cast<const float*>(packed_also)[panels * PANEL + k];
                 shared.scale[i] = value;
             }
@@ -383,7 +383,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
             const int* const found = IMAGES || !whole ? shared.inside + found_stage.slot * BM : nullptr;
             const Rows its_rows = rows_of<IMAGES>(p0, end, found);
             const Result<T, Rows> result{residual, y, shared.scale, shared.bias, its_rows, k0, g.K, Problem::narrow(pitch_added),
-                                         scaled};
+                                         {shared.scale + 2 * BN, shared.scale + 3 * BN}};
             using Loaded = typename Result<T, Rows>::template Loaded<Product>;
             Loaded loaded;
             constexpr bool EARLY = !PARTIALS && (LISTED || !IMAGES) && SPLIT == 1 && RESULTS == 0 && VECTOR_OUT && Loaded::FEW;

@@ -92,18 +92,18 @@ DEVICE void finish_in_cluster(const float (&acc)[MT][NT][4], const Result<T, Row
             finish<T, ACTIVATION, VECTOR_OUT, true>(total, result.scale + column, result.bias + column, addend, result.residual,
                                                     result.y, static_cast<i64>(p) * K + result.k0 + column,
                                                     K - result.k0 - column, result.rows.is_inside(from + row),
-                                                    result.scaled_of(column));
+                                                    result.last_of(column));
     }
     __syncwarp();
 }
 
 // Shared memory, from a multiple of 1024 bytes on. BYTES are those of RESULTS staged results, or of shared sums; FOUND is how
 // many tiles' pixels may be found before their results are stored, 0 if those who store them find them.
-template <int BM, int BN, int STAGES, int RESULTS, int BYTES, int FOUND = 0>
+template <int BM, int BN, int STAGES, int RESULTS, int BYTES, int FOUND = 0, int TABLES = 2>
 struct PipelineMemory {
     static constexpr int A = BM * TILE_ROW, B = BN * TILE_ROW, STAGE = A + B;
     u8 *ring, *results;
-    float *scale, *bias;
+    float *scale, *bias;                // and the other tables behind them
     u64 *full, *empty;                  // of each stage
     u64 *result_full, *result_empty;    // of each staged result
     u64 *found_full, *found_empty;      // of the pixels of each tile that is found
@@ -115,7 +115,7 @@ struct PipelineMemory {
         results = ring + STAGES * STAGE;
         scale = reinterpret_cast<float*>(results + BYTES);
         bias = scale + BN;
-        full = reinterpret_cast<u64*>(bias + BN), empty = full + STAGES;
+        full = reinterpret_cast<u64*>(scale + TABLES * BN), empty = full + STAGES;
         result_full = empty + STAGES, result_empty = result_full + RESULTS;
         found_full = result_empty + RESULTS, found_empty = found_full + FOUND;
         copiers = found_empty + FOUND, multipliers = copiers + 1;

@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(256, RESIDENT<S, RUN * SW>)
     stack_depthwise(const T* __restrict__ x, const T* __restrict__ w, const float* __restrict__ scale,
                     const float* __restrict__ bias, const T* __restrict__ residual,
                     const int* __restrict__ bin_counts, const int* __restrict__ indices, const int* __restrict__ grid,
-                    T* __restrict__ y, const float2* __restrict__ scaled, i64 M, i64 N, i64 GH, i64 GW, i64 C, i64 bh,
+                    T* __restrict__ y, const float* __restrict__ scaled, i64 M, i64 N, i64 GH, i64 GW, i64 C, i64 bh,
                     i64 bw, i64 ph, i64 pw, i64 H, i64 W, i64 P, i64 Q, i64 kernel_h, i64 kernel_w, i64 SH, i64 stride_w,
                     i64 DH, i64 DW, i64 top, i64 left, i64 step_tap, i64 step_c, i64 tile_h, i64 runs_of_tile,
                     i64 tiles_at_once, i64 settled, i64 clear_rows) {
@@ -228,10 +228,8 @@ __global__ void __launch_bounds__(256, RESIDENT<S, RUN * SW>)
                 value = activate<before_sum(ACTIVATION)>(value);
                 if (residual) value += to_compute<float>(add_to.element[e]);
                 value = activate<after_sum(ACTIVATION)>(value);
-                if constexpr (scales_last(ACTIVATION)) {
-                    const float2 its = scaled[c + e];
-                    value = __fmaf_rn(value, its.x, its.y);
-                }
+                if constexpr (scales_last(ACTIVATION))
+                    value = __fmaf_rn(value, scaled[c + e], scaled[last_channels(g.C) + c + e]);
                 result.element[e] = from_compute<T>(inside ? value : 0.0f);
             }
             *reinterpret_cast<Vector*>(y + to) = result.vector;

@@ -259,7 +259,7 @@ __global__ void __launch_bounds__(128, BLOCKS)
                        const int* __restrict__ indices,     // [M, 3]
                        const int* __restrict__ grid,        // [N, GH, GW]
                        T* __restrict__ y,                   // [M, ph, pw, K]
-                       const float2* __restrict__ scaled,     // as in stack_conv.cuh
+                       const float* __restrict__ scaled,      // as in stack_conv.cuh
                        i64 M, i64 N, i64 GH, i64 GW, i64 K, i64 bh, i64 bw, i64 ph, i64 pw, i64 H, i64 W, i64 P,
                        i64 Q, i64 R, i64 S, i64 SH, i64 SW, i64 DH, i64 DW, i64 top, i64 left, i64 step_n, i64 step_h,
                        i64 step_w, i64 step_c, i64 tile_h, i64 tile_w, i64 settled, i64 clear_rows) {
@@ -276,8 +276,8 @@ __global__ void __launch_bounds__(128, BLOCKS)
     const int thread = threadIdx.x, lane = thread % 32, t = lane % 4;
 
     DYNAMIC_SHARED(uint4, weights);                                          // [BN][steps][2]
-    float* const tables = reinterpret_cast<float*>(weights + BN * steps * 2);  // scale and bias
-    int* const offsets = reinterpret_cast<int*>(tables + 2 * BN);          // of the units of a window in the patch
+    float* const tables = reinterpret_cast<float*>(weights + BN * steps * 2);  // scale and bias, and what is last
+    int* const offsets = reinterpret_cast<int*>(tables + TABLES<ACTIVATION> * BN);  // of the units of a window in the patch
     uint2* const patch = reinterpret_cast<uint2*>(offsets + steps * STEP) + 2;  // [patch_h][patch_w][UNITS], after zeros
 
     const auto load_weights = [&]() {
@@ -286,8 +286,10 @@ __global__ void __launch_bounds__(128, BLOCKS)
         const uint4* const all = reinterpret_cast<const uint4*>(from + 2 * columns);
         for (int i = thread; i < BN * steps * 2; i += THREADS)
             copy_async_16(weights + i, all + static_cast<i64>(k0) * steps * 2 + i, true);
-        for (int i = thread; i < 2 * BN / 4; i += THREADS)
-            copy_async_16(tables + 4 * i, from + (i < BN / 4 ? k0 + 4 * i : columns + k0 + 4 * i - BN), true);
+        for (int i = thread * 4; i < TABLES<ACTIVATION> * BN; i += THREADS * 4) {
+            const int table = i / BN, k = k0 + i % BN;
+            copy_async_16(tables + i, table < 2 ? from + table * columns + k : scaled + (table - 2) * last_channels(g.K) + k, true);
+        }
         copy_async_commit();
     };
     if (settled) load_weights();
@@ -362,7 +364,8 @@ __global__ void __launch_bounds__(128, BLOCKS)
                     if constexpr (scales_last(ACTIVATION)) {
 #pragma unroll
                         for (int e = 0; e < COUNT; ++e) values[e] = activate<after_sum(ACTIVATION)>(values[e]);
-                        scale_last(values, scaled + channel);
+                        const float* const last = tables + 2 * BN + recomputed(column);
+                        scale_and_shift<false>(values, last, last + BN);
                     }
                     constexpr int AT_END = scales_last(ACTIVATION) ? 0 : ACTIVATION;
                     const Elements<T, uint4> result(inside ? rounded<T, AT_END>(values) : zero<uint4>());

@@ -80,6 +80,11 @@ class StackConv(NamedTuple):
         return bool(self.activation & SCALED_LAST)
 
     @property
+    def tables(self):
+        """Numbers that a column of a tile has: scale and bias, and those of what is scaled last."""
+        return 4 if self.scales_last else 2
+
+    @property
     def one_pixel(self):
         """Whether each pixel of y reads the pixel of x in its place, and no other."""
         plain = self.kernel == self.strides == (1, 1) and self.pads == (0, 0)
@@ -204,7 +209,7 @@ class StackPlan(NamedTuple):
         results = self.results * pixels * (columns * conv.element_bytes + 64)
         if self.clustered:  # the sums that a thread block gets
             results = self.split * -(-pixels // self.split) * (columns + 16) * 4
-        return ring + results + 8 * columns + barriers + pixels * 4 * lists
+        return ring + results + 4 * conv.tables * columns + barriers + pixels * 4 * lists
 
     def launched_bytes(self, conv, device):
         """Dynamic shared memory of a launch, at least ``shared_bytes``.
@@ -339,7 +344,6 @@ _WGMMA_TILES = (
 )
 _IN_BULK = ((192, 64),)  # only where pixels come in bulk
 _OTHERWISE = ((64, 256), (256, 128))  # only where threads copy them
-_FULL_OF_SUMS = ((192, 128),)  # without registers for what is scaled last
 _MMA_TILES = (((64, 64), (2, 2), 2), ((128, 64), (4, 2), 1), ((128, 128), (4, 2), 1))
 _SPLITS = (1, 2, 3, 4, 8)
 _MOST_STAGES = 6  # more were no faster, and keep the next kernel's thread blocks waiting
@@ -371,8 +375,6 @@ def _candidates(conv, device, bulk=False, direct=False):
         if tile == (64, 64) and warps == (1, 2) and not conv.slowness:
             continue
         if tile in (_OTHERWISE if bulk else _IN_BULK):
-            continue
-        if conv.scales_last and tile in _FULL_OF_SUMS:
             continue
         if not simple:  # such copies, and rounding to tf32, take more registers
             most = 2 if sum(tile) == 128 else 1

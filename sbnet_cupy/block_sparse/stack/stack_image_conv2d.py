@@ -113,7 +113,8 @@ class ImagePlan(NamedTuple):
             for t, s, k, d in zip(self.tile, conv.strides, conv.kernel, conv.dilation, strict=True)
         )
         weights = self.columns * conv.steps * 32
-        return weights + 8 * self.columns + 4 * _STEP * conv.steps + 16 + patch * conv.units * _UNIT
+        tables = 4 * (4 if conv.scales_last else 2) * self.columns
+        return weights + tables + 4 * _STEP * conv.steps + 16 + patch * conv.units * _UNIT
 
 
 def missing_image_kernel(conv, steps, device):

@@ -10,9 +10,9 @@ All take CuPy arrays of one device, C-contiguous, that the caller has checked:
 A convolution may read some channels of another stack, as x or as its residual: ``part_of`` and
 ``added_part_of`` of StackConv. Their first channel and their pixels are whole vectors of 16 bytes.
 
-With ``scales_last`` a convolution takes one more array behind out: float32 [K', 2], scale and shift
-of each channel, by which the result behind the activation is multiplied, and what is added then.
-K' is ``last_channels`` of the channels of out; what is beyond them is not used.
+With ``scales_last`` a convolution takes one more array behind out: float32 [2, K'], by what each
+channel is multiplied behind the activation, and what is added to it then. K' is
+``last_channels`` of the channels of out; what is beyond them is not used.
 
 Rows of x and of the residual past the count are not used, nor pixels outside their image. Pixels of
 out outside its image become 0. Rows of out past the count become 0 with ``clear_rows``; without it
@@ -234,7 +234,7 @@ def _with_partials(conv, plan, run, clear_rows):
     def launch(x, packed, residual, bin_counts, indices, grid, out, last=None):
         partials = empty((plan.partial_floats(conv),), np.float32, x)
         keep_if_capturing(partials)
-        run(x, packed, None, bin_counts, indices, grid, partials, out, None)
+        run(x, packed, None, bin_counts, indices, grid, partials, out, last)
         add_up(partials, packed, residual, bin_counts, indices, grid, out, last)
 
     return launch

@@ -47,13 +47,12 @@ class PatchPlan(NamedTuple):
         """Whether registers would spill, or other tiles are better whatever the estimate."""
         pixels, columns = self.tile
         crowded, several = self.blocks > 1, self.patch_stages > 1
-        if conv.scales_last and (pixels * columns > 128 * 128 or (crowded and pixels >= _SMALL)):
-            return True
         if columns < PANEL:
             spills = crowded and conv.slowness and (self.patches > 1 or pixels == _SMALL)
             large = pixels > _SMALL
             return spills or conv.channels_out > columns or (large and crowded == several)
-        if crowded and conv.slowness and conv.activation < 0:  # which is followed by a sum
+        large = conv.scales_last and pixels >= _SMALL
+        if crowded and conv.slowness and (conv.activation < 0 or large):  # a sum follows
             return True
         return _has_rest(conv) and crowded and (several or columns > PANEL)
 
@@ -69,7 +68,7 @@ class PatchPlan(NamedTuple):
         barriers = 8 * (2 * self.stages + 2 * self.patch_stages + 6)
         ring = self.stages * self.columns * ROW + self.patch_stages * patch
         found = -(-pixels // 4) + self.near_blocks(conv)
-        return 1024 + ring + barriers + 16 * (self.columns + found)
+        return 1024 + ring + barriers + 8 * conv.tables * self.columns + 16 * found
 
     def launched_bytes(self, conv, device):
         """Dynamic shared memory of a launch."""

@@ -231,7 +231,7 @@ def conv(
         x.dtype, x.shape[0], table.batch, table.grid, block, block_out, size, size_out,
         channels, out_channels, kernel, stride, dilation, (pads[0], pads[2]),
         number_of(activation, scaled), depthwise, group, part_of, added_part_of,
-        table.settled and _is_packed(weight, bias, kept), _clears(table),
+        table.settled and _is_packed(weight, bias, kept) and is_known(scaled), _clears(table),
     )  # fmt: skip
     run = prepared(_PLANS, facts, x, _prepare_conv, *facts)
     if run is None:
@@ -334,6 +334,15 @@ def _is_packed(weight, bias, kept="_stack_packed"):
     """Whether weights lie packed already, so that no kernel of this call writes them."""
     found = getattr(weight, kept, None)
     return found is not None and found[0] is bias
+
+
+def is_known(scaled):
+    """Whether a call before this one was given such a table, if there is one, and notes that."""
+    if scaled is None:
+        return True
+    known = getattr(scaled, "_stack_known", False)
+    scaled._stack_known = True
+    return known
 
 
 def _packed(x, weight, bias, pack, kept="_stack_packed"):

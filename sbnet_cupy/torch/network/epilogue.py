@@ -35,7 +35,7 @@ def scaled_last(y, scaled):
 
     ``scaled`` is a table of :meth:`~.weights.Weights.behind`.
     """
-    scale, shift = scaled[: y.shape[1], :, None, None].unbind(1)
+    scale, shift = scaled[:, : y.shape[1], None, None]
     return torch.addcmul(shift, y.to(scaled.dtype), scale).to(y.dtype)
 
 

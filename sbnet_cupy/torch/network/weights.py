@@ -73,7 +73,7 @@ class Weights:
         return self._kept(norm[2], key, norm[:4], lambda: _affine(norm))
 
     def behind(self, last, count):
-        """Return ``[C', 2]``, by what channels are scaled, and shifted then: float32 mostly.
+        """Return ``[2, C']``, by what channels are scaled, and shifted then: float32 mostly.
 
         ``last`` is a batch norm, or a scale and a shift that are one parameter each, or None, with
         one value for all channels or one for each. C' are the ``last_channels`` of ``count``.
@@ -169,10 +169,11 @@ def _behind(last, count):
         pair = scale_and_shift(last) if len(last) == 5 else last
         pair = [None if t is None else _wide(t) for t in pair]
         like = next(t for t in pair if t is not None)
-        table = like.new_zeros(last_channels(count), 2)
-        for column, values in enumerate(pair):
+        table = like.new_zeros(2, last_channels(count))
+        table[0, :count] = 1
+        for row, values in zip(table, pair, strict=True):
             if values is not None:
-                table[:count, column] = values.flatten()
+                row[:count] = values.flatten()
         return table
 
 

@@ -114,7 +114,8 @@ class Case:
             result += padded[:, rows, columns] @ w[r, s]
         result = ACTIVATIONS[self.activation & (LAST - 1)](result * scale + bias)
         for table in self.last():
-            result = result * table[: self.channels_out, 0] + table[: self.channels_out, 1]
+            scale, shift = table[:, : self.channels_out]
+            result = result * scale + shift
         down, across = conv.block_out
         expected = np.zeros((len(listed), down, across, self.channels_out))
         for row, (n, hi, wi) in enumerate(listed):
