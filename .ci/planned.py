@@ -13,7 +13,7 @@ from sbnet_cupy.block_sparse.stack.stack_bottleneck_plan import (
     missing_bottleneck,
     plan_bottleneck,
 )
-from sbnet_cupy.block_sparse.stack.stack_conv_plan import StackConv, plan_stack_conv
+from sbnet_cupy.block_sparse.stack.stack_conv_plan import SCALED_LAST, StackConv, plan_stack_conv
 from sbnet_cupy.block_sparse.stack.stack_image_conv2d import ImageConv, blocks_of, candidates
 from sbnet_cupy.core.device import Device
 from sbnet_cupy.submanifold.site_conv_grad_plan import PIPELINED, WeightGradSizes
@@ -217,15 +217,18 @@ def launched(arch, stem, kernel, template):
     if by_four and not device.hopper:
         return False
     if kernel == "stack_image_conv2d":
-        wgmma, element, channels, _, pixels, columns, *_, blocks = template
-        most = blocks_of(64 * pixels, 8 * columns, channels, device)
+        wgmma, element, channels, _, pixels, columns, _, activation, blocks = template
+        scaled = bool(activation & SCALED_LAST)
+        most = blocks_of(64 * pixels, 8 * columns, channels, device, scaled)
         if (wgmma, blocks) != (device.hopper, most):
             return False
         return device.tensor_floats or element == "Half"
     if kernel in ("site_conv_once", "site_conv_tiles", "site_weight_grad_pipelined", "deal_tiles"):
         return device.hopper
     if kernel in ("stack_conv_pipelined", "stack_conv_patch") and template[0] == "TileMma":
-        return device.bulk_copy and not device.hopper  # a CPU runs it for those that have wgmma
+        teams = template[-2] if kernel == "stack_conv_pipelined" else 1  # two: only by wgmma
+        # A CPU runs it for those that have wgmma.
+        return device.bulk_copy and not device.hopper and teams == 1
     if kernel == "site_conv_pipelined":  # a CPU runs it by other instructions
         return device.hopper and template[0] == "TileWgmma"
     if kernel in ("site_conv", "site_weight_grad"):

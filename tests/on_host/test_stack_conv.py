@@ -139,7 +139,7 @@ PATCHES = [
 ]  # fmt: skip
 DEPTHWISE = [
     ConvCase(depthwise=True, channels_out=16),
-    ConvCase(depthwise=True, channels_out=16, activation=LAST + FIRST + 1),
+    ConvCase(depthwise=True, channels_out=16, activation=LAST + 1),
     ConvCase(
         depthwise=True, blocks=Blocks(block=(2, 2)), channels=24, kernel=(7, 7), image_out=(24, 16)
     ),

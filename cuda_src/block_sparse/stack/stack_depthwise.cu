@@ -33,13 +33,13 @@ DEVICE void load_floats(float (&to)[V], const T* from) {
 
 // Thread blocks for which a multiprocessor has registers without a spill, where the compiler would make room for more; 0: it
 // chooses.
-template <int S, int COLUMNS>
-constexpr int RESIDENT = S > 0 && (DEVICE_ARCHITECTURE != 900 || COLUMNS >= 8) ? 3 : 0;
+template <int S, int COLUMNS, int ACTIVATION>
+constexpr int RESIDENT = S > 0 && (DEVICE_ARCHITECTURE != 900 || COLUMNS >= 8) && !scales_last(ACTIVATION) ? 3 : 0;
 
 // COPY bytes move at once. S and SW are the columns and the stride of the window where the compiler is to know them (then
 // its columns are staged side by side), or S is 0.
 template <typename T, int V, int LANES, int COPY, int RUN, int S, int SW, int ACTIVATION>
-__global__ void __launch_bounds__(256, RESIDENT<S, RUN * SW>)
+__global__ void __launch_bounds__(256, RESIDENT<S, RUN * SW, ACTIVATION>)
     stack_depthwise(const T* __restrict__ x, const T* __restrict__ w, const float* __restrict__ scale,
                     const float* __restrict__ bias, const T* __restrict__ residual,
                     const int* __restrict__ bin_counts, const int* __restrict__ indices, const int* __restrict__ grid,
