@@ -226,9 +226,7 @@ def launched(arch, stem, kernel, template):
     if kernel in ("site_conv_once", "site_conv_tiles", "site_weight_grad_pipelined", "deal_tiles"):
         return device.hopper
     if kernel in ("stack_conv_pipelined", "stack_conv_patch") and template[0] == "TileMma":
-        teams = template[-2] if kernel == "stack_conv_pipelined" else 1  # two: only by wgmma
-        # A CPU runs it for those that have wgmma.
-        return device.bulk_copy and not device.hopper and teams == 1
+        return device.bulk_copy and not device.hopper  # a CPU runs it for those that have wgmma
     if kernel == "site_conv_pipelined":  # a CPU runs it by other instructions
         return device.hopper and template[0] == "TileWgmma"
     if kernel in ("site_conv", "site_weight_grad"):

@@ -134,22 +134,26 @@ struct Staged {
     static constexpr int PITCH = COLUMNS * sizeof(T) + 64;
 };
 
-// Where a tile's results go.
-template <typename T, class Rows>
+// Where a tile's results go. PITCHED: the residual may be a part of another stack, whose pixels have more channels.
+template <typename T, class Rows, bool PITCHED = false>
 struct Result {
     const T* __restrict__ residual;
     T* __restrict__ y;
     const float *scale, *bias;  // of the tile's columns
     Rows rows;
     int k0, K;
-    int pitch_added;  // channels from a pixel of the residual to the next: more than K, where it is a part of another stack
+    int pitch_added;  // if PITCHED, channels from a pixel of the residual to the next
     using Sums = const float (&)[ChannelOrder<T>::COUNT];  // no generic lambdas: NVRTC 13.0 takes them for host functions
 
     LastScales last;  // of the tile's columns, if they are scaled last
     // Those of a column, loaded each time that they are needed: registers are few where a tile ends.
-    DEVICE LastScales last_of(int column) const { return last.at(recomputed(column)); }
+    template <int ACTIVATION>
+    DEVICE LastScales last_of(int column) const {
+        if constexpr (scales_last(ACTIVATION)) return last.at(recomputed(column));
+        return LastScales{};
+    }
     // Where a pixel of the residual begins.
-    DEVICE i64 added(int pixel) const { return static_cast<i64>(pixel) * pitch_added; }
+    DEVICE i64 added(int pixel) const { return static_cast<i64>(pixel) * (PITCHED ? pitch_added : K); }
 
     // The residuals of a thread's part of a tile, loaded before the sums are there: where they are so FEW.
     template <class Product>
@@ -278,7 +282,7 @@ private:
                     vector_of<T>(acc[m], v, half, sums);
                     if (pixel >= 0)
                         finish<T, ACTIVATION, VECTOR, false>(sums, scale + column, bias + column, add_to[v], residual, y,
-                                                             at + column, K - k0 - column, inside, last_of(column));
+                                                             at + column, K - k0 - column, inside, last_of<ACTIVATION>(column));
                 }
             }
         }
@@ -327,12 +331,12 @@ private:
                     const i64 to = static_cast<i64>(pixels[m][half]) * K + k;
                     if constexpr (VECTOR) {  // with no branch but that of the store
                         const uint4 result = finished<T, ACTIVATION, true>(sums, its_scale, its_bias, add_to[m][half], ADDED,
-                                                                           inside[m][half], last_of(column));
+                                                                           inside[m][half], last_of<ACTIVATION>(column));
                         if (pixels[m][half] >= 0 && k < K) *reinterpret_cast<uint4*>(y + to) = result;
                     } else if (pixels[m][half] >= 0) {
                         finish<T, ACTIVATION, VECTOR, true>(sums, its_scale, its_bias, add_to[m][half],
                                                             ADDED ? residual : nullptr, y, to, K - k, inside[m][half],
-                                                            last_of(column));
+                                                            last_of<ACTIVATION>(column));
                     }
                 }
         }
@@ -355,7 +359,7 @@ private:
                     vector_of<T>(acc[m], v, half, sums);
                     uint4& vector = *reinterpret_cast<uint4*>(staged + row * pitch + column * static_cast<int>(sizeof(T)));
                     vector = finished<T, ACTIVATION, false>(sums, scale + column, bias + column, ADDED ? vector : zero<uint4>(), ADDED,
-                                                    rows.is_inside(row), last_of(column));
+                                                    rows.is_inside(row), last_of<ACTIVATION>(column));
                 }
         }
     }

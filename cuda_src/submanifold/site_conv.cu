@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(WM * WN * 32, RESIDENT<T, BM, BN, WM * WN * 32
             if (s < count) copy_next(s);
             copy_async_commit();
         }
-        const Result<T, SiteRows> result{residual, y, scale, bias, {places, inside}, k0, channels_out, channels_out};
+        const Result<T, SiteRows> result{residual, y, scale, bias, {places, inside}, k0, channels_out};
         if (residual) result.template prefetch<BM, BN>(threadIdx.x, THREADS);
 
         float acc[MT][NT][4];

@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(WM * WN * ONCE_GROUPS * 32, 1)
                 copy_row<true, true>(left + i * A + swizzled(m, unit), x, tap < steps.taps ? sources[tap * BM + m] : -1, N, c, C);
         }
         copy_async_commit();
-        const Result<T, SiteRows> result{residual, y, scale, bias, {places, inside}, k0, static_cast<int>(K), static_cast<int>(K)};
+        const Result<T, SiteRows> result{residual, y, scale, bias, {places, inside}, k0, static_cast<int>(K)};
         if (residual) result.template prefetch<BM, BN>(threadIdx.x, THREADS);
         copy_async_wait<0>();
         if constexpr (ROUND)  // what this thread has copied

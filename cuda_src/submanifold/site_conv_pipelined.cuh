@@ -291,7 +291,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
             barrier_wait(shared.row_full + row_stage.slot, row_stage.phase);
             if (turn == 0 || across > 1) all.sync();  // scale and bias are there
             const SiteRows its_rows{shared.places + row_stage.slot * BM, shared.inside + row_stage.slot * BM};
-            const Result<T, SiteRows> result{residual, y, shared.scale, shared.bias, its_rows, k0, channels_out, channels_out};
+            const Result<T, SiteRows> result{residual, y, shared.scale, shared.bias, its_rows, k0, channels_out};
             result.template store<ACTIVATION, true, false, Product>(acc);
             barrier_arrive(shared.row_empty + row_stage.slot);
             row_stage.advance();

@@ -454,7 +454,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
         more = next.tile < tiles;
         if (next.tile != now.tile) {
             const TileRows its_rows{shared.places + now.places * BM, valid};
-            const Result<T, TileRows> result{residual, y, shared.scale, shared.bias, its_rows, k0, static_cast<int>(K), static_cast<int>(K)};
+            const Result<T, TileRows> result{residual, y, shared.scale, shared.bias, its_rows, k0, static_cast<int>(K)};
             if constexpr (SPLIT > 1) {
                 gather_sums<SPLIT>(acc, shared.sums, meet);
                 if (group_of<SPLIT>() == 0) result.template store<ACTIVATION, true, WIDE, Product>(acc);

@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS, BLOCKS) st
         }
         fill = AHEAD;
         const StackRows its_rows{p0, pixels, whole ? nullptr : inside};
-        const Result<T, StackRows> result{residual, y, scale, bias, its_rows, k0, g.K, Problem::narrow(pitch_added),
+        const Result<T, StackRows, true> result{residual, y, scale, bias, its_rows, k0, g.K, Problem::narrow(pitch_added),
                                            {scale + 2 * BN, scale + 3 * BN}};
         if (residual && !PARTIALS) result.template prefetch<BM, BN>(threadIdx.x, THREADS);
 

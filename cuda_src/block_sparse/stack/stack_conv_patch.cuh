@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(Engine<T, TH * TW * PATCHES, BN, WM, WN>::THRE
                 }
                 if (residual) {  // it is read at the end
                     const PatchRows<TH, TW, PATCHES> its{parts, table, tile / across, true};
-                    const Result<T, PatchRows<TH, TW, PATCHES>> result{residual, y, nullptr, nullptr, its, tile % across * BN, g.K, Problem::narrow(pitch_added)};
+                    const Result<T, PatchRows<TH, TW, PATCHES>, true> result{residual, y, nullptr, nullptr, its, tile % across * BN, g.K, Problem::narrow(pitch_added)};
                     result.template prefetch<BM, BN>(thread, PATCH_COPIERS);
                 }
             }
@@ -352,7 +352,7 @@ __global__ void __launch_bounds__(Engine<T, TH * TW * PATCHES, BN, WM, WN>::THRE
             barrier_wait(shared.table_full + its_tables.slot, its_tables.phase);
             const float* const scale = shared.tables + its_tables.slot * (TABLES<ACTIVATION> * BN);
             const PatchRows<TH, TW, PATCHES> its{parts, table, tile / across, whole};
-            const Result<T, PatchRows<TH, TW, PATCHES>> result{
+            const Result<T, PatchRows<TH, TW, PATCHES>, true> result{
                 residual, y, scale, scale + BN, its, tile % across * BN, g.K, Problem::narrow(pitch_added),
                 {scale + 2 * BN, scale + 3 * BN}};
             result.template store<ACTIVATION, VECTOR_OUT, false, Product>(acc);

@@ -51,7 +51,7 @@ struct SharedSums {
 // ranks, as SharedSums `sums` that count at `bar`. THREADS threads, which hold `acc`, call this.
 template <int ACTIVATION, bool VECTOR_OUT, int THREADS, int BM, int BN, int SPLIT, class Product, typename T, class Rows,
           int MT, int NT>
-DEVICE void finish_in_cluster(const float (&acc)[MT][NT][4], const Result<T, Rows>& result, float* sums, u64* bar,
+DEVICE void finish_in_cluster(const float (&acc)[MT][NT][4], const Result<T, Rows, true>& result, float* sums, u64* bar,
                               u32 phase, int rank) {
     constexpr int LANES = 16 / sizeof(T), VECTORS = BN / LANES;
     using Team = Cluster<SPLIT>;
@@ -92,7 +92,7 @@ DEVICE void finish_in_cluster(const float (&acc)[MT][NT][4], const Result<T, Row
             finish<T, ACTIVATION, VECTOR_OUT, true>(total, result.scale + column, result.bias + column, addend, result.residual,
                                                     result.y, static_cast<i64>(p) * K + result.k0 + column,
                                                     K - result.k0 - column, result.rows.is_inside(from + row),
-                                                    result.last_of(column));
+                                                    result.template last_of<ACTIVATION>(column));
     }
     __syncwarp();
 }

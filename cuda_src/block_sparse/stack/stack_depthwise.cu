@@ -34,7 +34,7 @@ DEVICE void load_floats(float (&to)[V], const T* from) {
 // Thread blocks for which a multiprocessor has registers without a spill, where the compiler would make room for more; 0: it
 // chooses.
 template <int S, int COLUMNS, int ACTIVATION>
-constexpr int RESIDENT = S > 0 && (DEVICE_ARCHITECTURE != 900 || COLUMNS >= 8) && !scales_last(ACTIVATION) ? 3 : 0;
+constexpr int RESIDENT = scales_last(ACTIVATION) ? 2 : S > 0 && (DEVICE_ARCHITECTURE != 900 || COLUMNS >= 8) ? 3 : 0;
 
 // COPY bytes move at once. S and SW are the columns and the stride of the window where the compiler is to know them (then
 // its columns are staged side by side), or S is 0.

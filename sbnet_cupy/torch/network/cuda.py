@@ -231,7 +231,7 @@ def conv(
         x.dtype, x.shape[0], table.batch, table.grid, block, block_out, size, size_out,
         channels, out_channels, kernel, stride, dilation, (pads[0], pads[2]),
         number_of(activation, scaled), depthwise, group, part_of, added_part_of,
-        table.settled and _is_packed(weight, bias, kept) and is_known(scaled), _clears(table),
+        is_known(scaled) and table.settled and _is_packed(weight, bias, kept), _clears(table),
     )  # fmt: skip
     run = prepared(_PLANS, facts, x, _prepare_conv, *facts)
     if run is None:

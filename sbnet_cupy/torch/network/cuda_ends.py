@@ -59,7 +59,7 @@ def conv(
         image.shape[1], channels_out, kernel, stride, dilation,
         (pads[0], pads[2]), cuda.number_of(activation, scaled),
         tuple(image.stride(axis) for axis in (0, 2, 3, 1)), math.gcd(image.data_ptr(), 4),
-        cuda._is_packed(weight, bias, _PACKED) and cuda.is_known(scaled), cuda._clears(table),
+        cuda.is_known(scaled) and cuda._is_packed(weight, bias, _PACKED), cuda._clears(table),
     )  # fmt: skip
     found = cuda.prepared(_PLANS, facts, image, _prepare_conv, *facts)
     if found is None:
