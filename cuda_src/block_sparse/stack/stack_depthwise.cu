@@ -34,7 +34,9 @@ DEVICE void load_floats(float (&to)[V], const T* from) {
 // Thread blocks for which a multiprocessor has registers without a spill, where the compiler would make room for more; 0: it
 // chooses.
 template <int S, int COLUMNS, int ACTIVATION>
-constexpr int RESIDENT = scales_last(ACTIVATION) ? 2 : S > 0 && (DEVICE_ARCHITECTURE != 900 || COLUMNS >= 8) ? 3 : 0;
+constexpr int RESIDENT = scales_last(ACTIVATION)                                   ? (DEVICE_ARCHITECTURE == 900 ? 3 : 2)
+                         : S > 0 && (DEVICE_ARCHITECTURE != 900 || COLUMNS >= 8) ? 3
+                                                                                  : 0;
 
 // COPY bytes move at once. S and SW are the columns and the stride of the window where the compiler is to know them (then
 // its columns are staged side by side), or S is 0.
@@ -59,8 +61,9 @@ __global__ void __launch_bounds__(256, RESIDENT<S, RUN * SW, ACTIVATION>)
     T* const staged = reinterpret_cast<T*>(shared);  // [at_once][down.extent][line][SLICE]
     float* const weights = reinterpret_cast<float*>(
         shared + ceil_div(at_once * region * SLICE * static_cast<int>(sizeof(T)), 16) * 16);  // [taps][WEIGHTS]
-    float* const tables = weights + taps * WEIGHTS;                                           // scale and bias
-    int* const offsets = reinterpret_cast<int*>(tables + 2 * SLICE);  // [at_once][region]: pixels of x, -1 for zeros
+    constexpr int NUMBERS = TABLES<ACTIVATION> * SLICE;
+    float* const tables = weights + taps * WEIGHTS;                   // scale and bias, and what channels are scaled by last
+    int* const offsets = reinterpret_cast<int*>(tables + NUMBERS);  // [at_once][region]: pixels of x, -1 for zeros
 
     int* const tile_places = offsets + at_once * region;  // [at_once][PLACE]: image and block, corner of what the tile reads
 
@@ -108,13 +111,13 @@ __global__ void __launch_bounds__(256, RESIDENT<S, RUN * SW, ACTIVATION>)
     };
     int first = blockIdx.x * at_once;
     const auto table_entry = [&](int i) {
-        const int c = c0 + i % SLICE;
-        const float* const its = i < SLICE ? scale : bias;
-        return its && c < g.C ? its[c] : i < SLICE ? 1.0f : 0.0f;
+        const int c = c0 + i % SLICE, table = i / SLICE;
+        const float* const its = table == 0 ? scale : table == 1 ? bias : scaled + (table - 2) * last_channels(g.C);
+        return its && c < g.C ? its[c] : table == 0 ? 1.0f : 0.0f;
     };
     // All loads from here to the barrier are under way together.
     const int listed = *bin_counts;
-    const float entry = thread < 2 * SLICE ? table_entry(thread) : 0.0f;
+    const float entry = thread < NUMBERS ? table_entry(thread) : 0.0f;
     const Divisor of_taps(taps);
     for (int i0 = thread; i0 == thread || i0 < taps * SLICE; i0 += 8 * threads) {  // in the order of memory; once at least,
         T loaded[8];
@@ -134,8 +137,8 @@ __global__ void __launch_bounds__(256, RESIDENT<S, RUN * SW, ACTIVATION>)
         for (int e = 0; e < 8; ++e)
             if (i0 + e * threads < taps * SLICE) weights[to[e]] = to_compute<float>(loaded[e]);
     }
-    if (thread < 2 * SLICE) tables[thread] = entry;
-    for (int i = thread + threads; i < 2 * SLICE; i += threads) tables[i] = table_entry(i);
+    if (thread < NUMBERS) tables[thread] = entry;
+    for (int i = thread + threads; i < NUMBERS; i += threads) tables[i] = table_entry(i);
     __syncthreads();
     find();
     if (settled) dependent_wait();
@@ -222,6 +225,8 @@ __global__ void __launch_bounds__(256, RESIDENT<S, RUN * SW, ACTIVATION>)
             const bool inside = inside_y && (whole || block.wi * g.pw + j + a < g.Q);
             Elements<T, Vector> add_to(zero<Vector>()), result(zero<Vector>());
             if (residual) add_to.vector = *reinterpret_cast<const Vector*>(residual + to);
+            // Loaded for each pixel: registers are few.
+            const float* const last = tables + 2 * SLICE + (scales_last(ACTIVATION) ? recomputed(lane * V) : 0);
 #pragma unroll
             for (int e = 0; e < V; ++e) {
                 float value = __fmaf_rn(sums[a][e], tables[lane * V + e], tables[SLICE + lane * V + e]);
@@ -229,7 +234,7 @@ __global__ void __launch_bounds__(256, RESIDENT<S, RUN * SW, ACTIVATION>)
                 if (residual) value += to_compute<float>(add_to.element[e]);
                 value = activate<after_sum(ACTIVATION)>(value);
                 if constexpr (scales_last(ACTIVATION))
-                    value = __fmaf_rn(value, scaled[c + e], scaled[last_channels(g.C) + c + e]);
+                    value = __fmaf_rn(value, last[e], last[SLICE + e]);
                 result.element[e] = from_compute<T>(inside ? value : 0.0f);
             }
             *reinterpret_cast<Vector*>(y + to) = result.vector;

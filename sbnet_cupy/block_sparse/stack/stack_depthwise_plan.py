@@ -54,7 +54,7 @@ class DepthwisePlan(NamedTuple):
         (_, down), (_, across) = self._staged(conv)
         region, channels = down * (across | 1) * self.tiles, self.vector * self.lanes
         staged = -(-region * channels * conv.element_bytes // 16) * 16
-        floats = math.prod(conv.kernel) * (channels + 4) + 2 * channels
+        floats = math.prod(conv.kernel) * (channels + 4) + conv.tables * channels
         return staged + 4 * (floats + region + _PLACE * self.tiles)
 
     def template(self, conv):
