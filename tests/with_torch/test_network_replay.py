@@ -1,10 +1,12 @@
 """Calls that are replayed as CUDA graphs: which, until when, and with which result."""
 
+import contextlib
 import copy
 import gc
 import itertools
 import pickle
 import warnings
+import weakref
 
 import pytest
 
@@ -84,6 +86,40 @@ def test_the_second_call_alike_is_captured(st, captured):
         call()
         assert steps(captured) == []
     assert not sparse.overflowed and 0 < sparse.computed()["0"] <= 1
+
+
+@torch.no_grad()
+def test_graphs_are_dropped_with_their_network(st, monkeypatch):
+    """At once: a graph that is freed later, while another one is captured, spoils that."""
+    from sbnet_cupy.torch.network import cuda, graphs, replay
+
+    made = []
+
+    class Graph:
+        def replay(self):
+            pass
+
+    def capture(run, x, memory=None):
+        graph = Graph()
+        made.append(weakref.ref(graph))
+        return graph, run()
+
+    monkeypatch.setattr(replay, "on_gpu", lambda x, mask: True)
+    monkeypatch.setattr(graphs, "capture", capture)
+    monkeypatch.setattr(graphs, "new_memory", lambda device: object())
+    monkeypatch.setattr(cuda, "list_blocks", graphs_on_cpu.list_blocks)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    sparse, x, mask = st.sparsify(small(), BLOCK, capacity=1.0), image(), masks(1)[0]
+    first = sparse(x, mask)
+    for _ in range(2):
+        assert torch.equal(sparse(x, mask), first)
+    assert [graph() is not None for graph in made] == [True]
+    gc.disable()
+    try:
+        del sparse
+        assert made[0]() is None
+    finally:
+        gc.enable()
 
 
 @torch.no_grad()

@@ -1,7 +1,5 @@
 """What follows a convolution: a sum and an activation, in place where nobody else sees it."""
 
-import functools
-
 import torch
 from torch.nn import functional as F
 
@@ -54,7 +52,6 @@ def before_sum(activation):
     return _FIRST + activation
 
 
-@functools.cache
 def in_turn(activation):
     """Return the activations before and after the sum with a residual by the name of both."""
     if activation is None or not activation.startswith(_FIRST):
@@ -67,7 +64,6 @@ def leaky_relu(slope):
     return f"{_LEAKY}{float(slope)!r}"
 
 
-@functools.cache
 def slope_of(activation):
     """Return the slope of a leaky relu by its name; None of other activations."""
     is_leaky = activation is not None and activation.startswith(_LEAKY)

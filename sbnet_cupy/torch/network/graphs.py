@@ -6,6 +6,7 @@ import gc
 import itertools
 import math
 import threading
+import weakref
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -39,6 +40,7 @@ def graphed(sparse, x, mask):
         return replay(x, mask)
 
     run.graph = getattr(replay, "graph", None)
+    run.network = sparse  # whose memory the graph reads
     return run
 
 
@@ -62,7 +64,9 @@ def check_alike(given, got):
 def _captured(sparse, x, mask, outside=None, room=None, memory=None):
     """Capture a call in a CUDA graph; return a function that replays it.
 
-    Graphs with the same ``memory`` must be replayed one after the other.
+    Graphs with the same ``memory`` must be replayed one after the other. The network holds what is
+    returned, which does not hold it: both are dropped together, and no later, by which a capture
+    that is under way would fail.
     """
     own_x, own_mask = x.detach().clone(memory_format=torch.preserve_format), mask.clone()
 
@@ -71,7 +75,7 @@ def _captured(sparse, x, mask, outside=None, room=None, memory=None):
 
     with torch.no_grad():
         graph, result = capture(call, own_x, memory)
-    noted = sparse._last
+    noted, network = sparse._last, weakref.ref(sparse)
     leaves, tree = tree_flatten(result)
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor | str | bool | int | float | None):
@@ -86,7 +90,7 @@ def _captured(sparse, x, mask, outside=None, room=None, memory=None):
             own_x.copy_(x)
             own_mask.copy_(mask)
             graph.replay()
-            sparse._last = noted
+            network()._last = noted
             copies = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         return tree_unflatten(copies, tree)
 
