@@ -226,6 +226,23 @@ def test_a_norm_behind_an_activation_is_part_of_the_convolution(st, asked, what,
     assert_near(results, networks.oracle(dense, x, on, 16), "float32")
 
 
+@torch.no_grad()
+def test_what_lies_outside_is_scaled_last_too(st, asked):
+    torch.manual_seed(0)
+    dense = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.ReLU(), torch.nn.BatchNorm2d(8)
+    ).eval()  # fmt: skip
+    networks.random_statistics(dense)
+    sparse, x = st.sparsify(dense, 16, outside="bias"), torch.randn(2, 3, 45, 51)
+    on, mask = networks.blocks((2, 45, 51), 16, 0.5, seed=3)
+    sparse.break_even = 2.0
+    result = sparse(x, mask)
+    assert asked.count("image scaled last") == 1
+    inside = on_pixels(on, x)
+    assert_near(result * inside, networks.oracle(dense, x, on, 16) * inside, "float32")
+    assert_near(result * (1 - inside), dense(0 * x) * (1 - inside), "float32")
+
+
 @pytest.mark.parametrize("name", BEHIND)
 @torch.no_grad()
 def test_a_sum_behind_an_activation_is_part_of_the_convolution(st, asked, name):
