@@ -52,6 +52,9 @@ REFUSED = {
     "map_", "detach_", "swapaxes_", "swapdims_", "transpose_", "squeeze_", "unsqueeze_", "t_",
     "grad",
 }  # fmt: skip
+INSTEAD = {  # what gives what a refused function would
+    "retain_grad": "register_hook or torch.autograd.grad, which give its gradient as an image",
+}
 
 _SPACES = (torch, torch.Tensor, F, builtin_functions, torch.special)
 

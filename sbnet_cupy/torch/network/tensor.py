@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .._dispatch_state import BACKWARD_HOOK, CHECKPOINT, plainly, without_memory
 from . import aliases, casts, left, stages
-from .handlers import BORDERED, HANDLERS, METADATA, REFUSED, keeps_rest, takes
+from .handlers import BORDERED, HANDLERS, INSTEAD, METADATA, REFUSED, keeps_rest, takes
 
 _INNER_ATTRIBUTES = ("requires_grad", "grad_fn", "is_leaf")
 
@@ -387,8 +387,9 @@ def dispatch(func, args, kwargs):
         return plainly(func, *args, **kwargs)
     if name in REFUSED or kwargs.get("out") is not None:
         with_out = " with out=" if kwargs.get("out") is not None else ""
+        instead = f"; use {INSTEAD[name]}" if name in INSTEAD else ""
         raise NotImplementedError(
-            f"{name} cannot be used{with_out} on an activation of a sparsified network"
+            f"{name} cannot be used{with_out} on an activation of a sparsified network{instead}"
         )
     return _signed(on_image(func, name, args, kwargs), name, args, kwargs)
 
