@@ -50,6 +50,11 @@ def cut(net, x):
     return net.relu(top.sub_(0.1)) + bottom.mul_(2)
 
 
+def both(x, y, dim):
+    """Write to both parts, and join them."""
+    return torch.cat([x.mul_(2), y.relu_()], dim)
+
+
 def gone(x):
     """Return means of tokens, views of which end here."""
     tokens = x.flatten(2).transpose(1, 2)
@@ -86,6 +91,8 @@ RIGHT = {
     "a view of a copy, detached": (lambda net, x: (last(x).detach().relu_(), x)[1], 4),
     "a shuffle": (lambda net, x: written(x, F.channel_shuffle(x, 2)), 8),
     "parts that are read": (cut, 4),
+    "each image": (lambda net, x: both(x[:1], x[1:], 0), 4),
+    "both sides": (lambda net, x: both(x[..., :20], x[..., 20:], 3), 4),
     "rows of a copy": (lambda net, x: (x.clone()[:, :, 3:9].mul_(2), x)[1], 4),
     "a part that is a view": (
         lambda net, x: (lambda part: (x.mul_(3), part)[1])(x[:, :, :-4]), 4
@@ -114,6 +121,15 @@ REFUSED = {
     "one image, detached": (lambda x: x.detach()[0].mul_(2), "__getitem__"),
     "one image of what is cut off": (lambda x: x[:, :, :-4][0].mul_(2), "__getitem__"),
     "a list": (lambda x: torch._foreach_mul_([x], 2.0), "_foreach_mul_ cannot write to a list"),
+}
+
+# Parts that have pixels in common, of which one is written to.
+OVERLAPPING = {
+    "images": lambda x: (x[:1], x[0:2]),
+    "images, the other way round": lambda x: (x[0:2], x[:1]),
+    "rows": lambda x: (x[:, :, :20], x[:, :, 10:]),
+    "rows and columns": lambda x: (x[:, :, :20], x[:, :, :, 10:]),
+    "an image and its tokens": lambda x: (x[1], x.flatten(2)),
 }
 
 
@@ -182,6 +198,24 @@ def test_what_would_not_be_seen_is_refused(st, image, name, mode):
         sparse.break_even = break_even
         with mode(), pytest.raises(NotImplementedError, match=words):
             sparse(image, mask)
+
+
+@pytest.mark.parametrize("name", OVERLAPPING)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_parts_that_would_not_see_each_other_are_refused(st, image, name, mode):
+    def function(net, x):
+        one, other = OVERLAPPING[name](x)
+        one.mul_(3)
+        return other
+
+    net = Net(function, 4)
+    net.after = nn.Identity()
+    sparse, mask = st.sparsify(net.eval(), 16), torch.ones(2, 45, 51)
+    for break_even in (2.0, 0.0):
+        sparse.break_even = break_even
+        for _ in range(3):
+            with mode(), pytest.raises(NotImplementedError, match="was written to in place"):
+                sparse(image, mask)
 
 
 # What is taken of an activation, and how that is written to later.

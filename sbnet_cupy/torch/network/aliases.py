@@ -35,11 +35,12 @@ class Part:
     """A part of an activation that was taken by a function of some name.
 
     It is a StackTensor with some ``memory``, or a tensor that is a view of ``image``. One ``sees``
-    what is written to the activation, if it shares the memory of its stack.
+    what is written to the activation, if it shares the memory of its stack. ``ranges`` are those
+    of its indices in the image, or None.
     """
 
-    def __init__(self, name, memory=None, image=None, sees=False):
-        self.name, self.sees, self.is_written = name, sees, False
+    def __init__(self, name, memory=None, image=None, sees=False, ranges=None):
+        self.name, self.sees, self.is_written, self.ranges = name, sees, False, ranges
         self.memory = None if memory is None else weakref.ref(memory)
         if image is not None:
             self.storage, self.counter = StorageWeakRef(storage_of(image)), _counter(image)
@@ -52,6 +53,14 @@ class Part:
                 f"what {self.name} took of an activation of a sparsified network was written to in "
                 "place, which the activation does not see; write x[...] = y, or to a clone()"
             )
+
+    def overlaps(self, other):
+        """Whether both may have pixels in common, of which one does not see the other's."""
+        is_gone = self.memory() is None if self.memory else self.storage.expired()
+        if is_gone or self.ranges is None or other.ranges is None:
+            return False
+        both = zip(self.ranges, other.ranges, strict=True)
+        return all(a[0] <= b[1] and b[0] <= a[1] for a, b in both)
 
     def age(self, given):
         """Note that the activation is about to be written to, by a function of some tensors.
@@ -76,6 +85,20 @@ _OLD = (
     "what {} took of an activation of a sparsified network {} when the activation was written to "
     "in place, which it does not see; take it after that, or write to a clone()"
 )
+
+
+def _ranges(view, image):
+    """Return the first and the last index of a view along each dimension of its image.
+
+    All of a dimension, where the view has joined it with others.
+    """
+    first = last = view.storage_offset() - image.storage_offset()
+    last += sum((n - 1) * step for n, step in zip(view.shape, view.stride(), strict=True))
+    ranges = []
+    for n, step in zip(image.shape, image.stride(), strict=True):
+        low, high = first // step % n, last // step % n
+        ranges.append((low, high) if low <= high else (0, n - 1))
+    return ranges
 
 
 def _counter(image):
@@ -317,15 +340,21 @@ def _note_view(out, x, view):
     return out
 
 
-def note_part(out, x, name, view=None):
+def note_part(out, x, name, view=None, ranges=None):
     """Note that a StackTensor is a part of another that is not the same part of the stack.
 
-    With a ``view`` of the image it is one of the stack, too.
+    With a ``view`` of the image it is one of the stack, too. ``ranges`` are those of a Part.
     """
     memory = own(out)["_memory"] = Memory(whole=_memory(x))
-    memory.part = Part(name, memory, sees=view is not None)
-    memory.whole.note(memory.part)
+    memory.part = Part(name, memory, sees=view is not None, ranges=ranges)
+    _note(x, memory.part)
     return _note_view(out, x, view or _unknown)
+
+
+def _note(x, part):
+    memory, table = _memory(x), own(x)["_facts"][0]
+    table.overlapping += [(other, part) for other in memory.parts if other.overlaps(part)]
+    memory.note(part)
 
 
 def _unknown(x):
@@ -345,10 +374,19 @@ def note_parts(name, call, images, result, taken):
             continue
         for plain, leaf in zip(tree_leaves(result), tree_leaves(taken), strict=True):
             if _is_strided(plain) and _share(plain, image):
+                ranges = _ranges(plain, image)
                 if leaf is not plain:
-                    note_part(leaf, x, name)
+                    note_part(leaf, x, name, ranges=ranges)
                 elif not image.is_inference():  # of a call like one that was found to be right
-                    _memory(x).note(Part(name, image=image))
+                    _note(x, Part(name, image=image, ranges=ranges))
+
+
+def check_overlapping(table):
+    """Raise if a part was written to of which another holds pixels: it did not see that."""
+    for pair in table.overlapping:
+        for part in pair:
+            part.check()
+    table.overlapping.clear()
 
 
 def versioned(image):

@@ -214,6 +214,7 @@ class SparseModel(Report, nn.Module):
                 y = self.model(image, *args, **kwargs or {})
             y = tree_map(lambda leaf: as_images(plainly(leaf)), y)
             T.flush(table)  # what the network keeps is computed with the weights of the call
+            aliases.check_overlapping(table)
             return y
         finally:
             flush()

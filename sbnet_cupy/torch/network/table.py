@@ -47,6 +47,7 @@ class Table:
         self.left = None  # functions by which anything left the stack, with modules: left.watch
         self.lent = []  # weak references to activations that are copies, once something is written
         self.rests = []  # and to those of which it is known what they hold where the input is 0
+        self.overlapping = []  # pairs of parts that have pixels in common: aliases.Part
         self.reduced = None
         self.model = None  # the network, where it is called as usual
         self.occupied = False  # whether a block is known on the host to be active
