@@ -311,8 +311,8 @@ private:
 //   POINTWISE    a 1x1 kernel with stride 1: pixel p of y reads pixel p of x, and the table is not needed
 //   VECTOR_IN    pixels of x are whole vectors of 16 bytes, aligned; VECTOR_OUT: those of y and the residual
 //   scaled       [2][last_channels(K)], by what channels are scaled and shifted last, if ACTIVATION says so
-//   pitch        channels from a pixel of x to the next; pitch_added: of the residual. In vectors, x and the residual may be
-//                some channels of other stacks
+//   pitch        channels from a pixel of x to the next; if PITCHED pitch_added: of the residual. In vectors, x and the
+//                residual may be some channels of other stacks
 //   ROUND        x is float, rounded to tf32 in shared memory
 //   PARTIALS     thread blocks that share K leave their sums in memory; else they are a cluster and add up
 //   CACHED       pixels come through the L1 cache, since taps read the same ones

@@ -19,7 +19,8 @@
 
 template <template <typename, int, int, int, int> class Engine, typename T, int BM, int BN, int WM, int WN, int STAGES,
           int SPLIT, bool PARTIALS, bool POINTWISE, bool VECTOR_IN, bool VECTOR_OUT, bool ROUND, int ACTIVATION,
-          bool CACHED, int RESULTS, int BLOCKS, bool SHORTCUT, int PARTS, bool IMAGES, int BOX, int TEAMS, bool GROUPED>
+          bool CACHED, int RESULTS, int BLOCKS, bool SHORTCUT, int PARTS, bool IMAGES, int BOX, int TEAMS, bool GROUPED,
+          bool PITCHED>
 __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * COPIERS, BLOCKS)
     stack_conv_pipelined(const T* __restrict__ also, const u8* __restrict__ packed_also, STACK_CONV_PARAMETERS,
                          i64 channels_also, i64 down_also, i64 across_also,
@@ -158,6 +159,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
         Stage<(RESULTS > 0 ? RESULTS : 1)> result_stage;
         // The residual of a tile: to shared memory, or to the cache, since it is read at the end.
         const int helper = thread - (ALL_COPIERS - RESIDUAL_COPIERS);
+        const int added_pitch = PITCHED ? Problem::narrow(pitch_added) : g.K;
         const auto stage_residual = [&](int p0, int k0, int end) {
             if (!residual) return;
             barrier_wait(shared.result_empty + result_stage.slot, result_stage.phase ^ 1);
@@ -168,14 +170,14 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
                 const int vector = i * RESIDUAL_COPIERS + helper, row = vector / VECTORS, column = vector % VECTORS * LANES;
                 const bool there = p0 + row < end && k0 + column < g.K;
                 copy_async_16(result + row * RESULT_PITCH + column * sizeof(T),
-                              residual + (there ? static_cast<i64>(p0 + row) * Problem::narrow(pitch_added) + k0 + column : 0), there);
+                              residual + (there ? static_cast<i64>(p0 + row) * added_pitch + k0 + column : 0), there);
             }
             copies_arrive(shared.result_full + result_stage.slot);
             result_stage.advance();
         };
         const auto prefetch_residual = [&](int p0, int k0, int end) {
             if (residual)
-                Result<T, StackRows, true>{residual, y, nullptr, nullptr, {p0, end, nullptr}, k0, g.K, Problem::narrow(pitch_added)}.template prefetch<BM, BN>(
+                Result<T, StackRows, PITCHED>{residual, y, nullptr, nullptr, {p0, end, nullptr}, k0, g.K, Problem::narrow(pitch_added)}.template prefetch<BM, BN>(
                     recomputed(helper) + rank * RESIDUAL_COPIERS, RESIDUAL_COPIERS * SPLIT);
         };
         // The same of a pixel of images, and those to whom results go.
@@ -184,7 +186,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
             constexpr int LINE = 128 / sizeof(T);
             if (!residual || pixel < 0) return;
             for (int k = k0 + rank * LINE; k < min(k0 + BN, g.K); k += SPLIT * LINE)
-                prefetch_line(residual + static_cast<i64>(pixel) * Problem::narrow(pitch_added) + k);
+                prefetch_line(residual + static_cast<i64>(pixel) * added_pitch + k);
         };
         const auto leave_tile = [&](int tile) {
             if constexpr (CLUSTERED) {
@@ -382,9 +384,9 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
             if constexpr (LISTED) barrier_wait(shared.found_full + found_stage.slot, found_stage.phase);
             const int* const found = IMAGES || !whole ? shared.inside + found_stage.slot * BM : nullptr;
             const Rows its_rows = rows_of<IMAGES>(p0, end, found);
-            const Result<T, Rows, true> result{residual, y, shared.scale, shared.bias, its_rows, k0, g.K, Problem::narrow(pitch_added),
+            const Result<T, Rows, PITCHED> result{residual, y, shared.scale, shared.bias, its_rows, k0, g.K, Problem::narrow(pitch_added),
                                          {shared.scale + 2 * BN, shared.scale + 3 * BN}};
-            using Loaded = typename Result<T, Rows, true>::template Loaded<Product>;
+            using Loaded = typename Result<T, Rows, PITCHED>::template Loaded<Product>;
             Loaded loaded;
             constexpr bool EARLY = !PARTIALS && (LISTED || !IMAGES) && SPLIT == 1 && RESULTS == 0 && VECTOR_OUT && Loaded::FEW;
             if constexpr (EARLY)  // while the pixels come

@@ -50,8 +50,8 @@ struct SharedSums {
 // Each row of sums goes to the thread block of the cluster that finishes it, which adds up what it gets in the order of
 // ranks, as SharedSums `sums` that count at `bar`. THREADS threads, which hold `acc`, call this.
 template <int ACTIVATION, bool VECTOR_OUT, int THREADS, int BM, int BN, int SPLIT, class Product, typename T, class Rows,
-          int MT, int NT>
-DEVICE void finish_in_cluster(const float (&acc)[MT][NT][4], const Result<T, Rows, true>& result, float* sums, u64* bar,
+          bool PITCHED, int MT, int NT>
+DEVICE void finish_in_cluster(const float (&acc)[MT][NT][4], const Result<T, Rows, PITCHED>& result, float* sums, u64* bar,
                               u32 phase, int rank) {
     constexpr int LANES = 16 / sizeof(T), VECTORS = BN / LANES;
     using Team = Cluster<SPLIT>;

@@ -235,7 +235,7 @@ class StackPlan(NamedTuple):
             self.partials, near, conv.vectors_in, conv.vectors_out, rounded,
             conv.activation, self.cached, *([self.results] if self.pipelined else []), self.blocks,
             *(self._of_pipelined(conv) if self.pipelined else []),
-            conv.group is not None,
+            conv.group is not None, conv.added_part_of is not None,
         )  # fmt: skip
 
     def _of_pipelined(self, conv):
