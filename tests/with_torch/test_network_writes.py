@@ -200,6 +200,18 @@ def test_what_would_not_be_seen_is_refused(st, image, name, mode):
             sparse(image, mask)
 
 
+def assert_refused(st, image, function, mode, words):
+    """Call a network that ends in a function: on the stack and on whole images, three times."""
+    net = Net(function, 4)
+    net.after = nn.Identity()
+    sparse, mask = st.sparsify(net.eval(), 16), torch.ones(2, 45, 51)
+    for break_even in (2.0, 0.0):
+        sparse.break_even = break_even
+        for _ in range(3):
+            with mode(), pytest.raises(NotImplementedError, match=words):
+                sparse(image, mask)
+
+
 @pytest.mark.parametrize("name", OVERLAPPING)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
 def test_parts_that_would_not_see_each_other_are_refused(st, image, name, mode):
@@ -208,14 +220,7 @@ def test_parts_that_would_not_see_each_other_are_refused(st, image, name, mode):
         one.mul_(3)
         return other
 
-    net = Net(function, 4)
-    net.after = nn.Identity()
-    sparse, mask = st.sparsify(net.eval(), 16), torch.ones(2, 45, 51)
-    for break_even in (2.0, 0.0):
-        sparse.break_even = break_even
-        for _ in range(3):
-            with mode(), pytest.raises(NotImplementedError, match="was written to in place"):
-                sparse(image, mask)
+    assert_refused(st, image, function, mode, "was written to in place")
 
 
 # What is taken of an activation, and how that is written to later.
@@ -246,14 +251,7 @@ def test_what_would_become_old_is_refused(st, image, name, mode):
         write(x)
         return part[0] if type(part) is tuple else part
 
-    net = Net(function, 4)
-    net.after = nn.Identity()
-    sparse, mask = st.sparsify(net.eval(), 16), torch.ones(2, 45, 51)
-    for break_even in (2.0, 0.0):
-        sparse.break_even = break_even
-        for _ in range(3):
-            with mode(), pytest.raises(NotImplementedError, match="which it does not see; take it"):
-                sparse(image, mask)
+    assert_refused(st, image, function, mode, "which it does not see; take it")
 
 
 def test_parts_in_function_transforms(st, image):
