@@ -13,9 +13,10 @@ from sbnet_cupy.block_sparse.stack.stack_bottleneck_plan import (
     missing_bottleneck,
     plan_bottleneck,
 )
-from sbnet_cupy.block_sparse.stack.stack_conv_plan import SCALED_LAST, StackConv, plan_stack_conv
+from sbnet_cupy.block_sparse.stack.stack_conv_plan import StackConv, plan_stack_conv
 from sbnet_cupy.block_sparse.stack.stack_image_conv2d import ImageConv, blocks_of, candidates
 from sbnet_cupy.core.device import Device
+from sbnet_cupy.dense.activation import scales_last
 from sbnet_cupy.submanifold.site_conv_grad_plan import PIPELINED, WeightGradSizes
 from sbnet_cupy.submanifold.site_conv_instances import ELEMENT_BYTES, FmaPlan, SiteConvSizes
 from sbnet_cupy.submanifold.site_conv_plan import _TILINGS, alone, plan_site_conv
@@ -218,8 +219,7 @@ def launched(arch, stem, kernel, template):
         return False
     if kernel == "stack_image_conv2d":
         wgmma, element, channels, _, pixels, columns, _, activation, blocks = template
-        scaled = bool(activation & SCALED_LAST)
-        most = blocks_of(64 * pixels, 8 * columns, channels, device, scaled)
+        most = blocks_of(64 * pixels, 8 * columns, channels, device, scales_last(activation))
         if (wgmma, blocks) != (device.hopper, most):
             return False
         return device.tensor_floats or element == "Half"

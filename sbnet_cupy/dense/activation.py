@@ -5,6 +5,13 @@ import numpy as np
 from ..core.arrays import is_cupy, namespace
 
 ACTIVATIONS = (None, "relu", "silu", "gelu")
+SCALED_LAST = 1 << 30  # in the number of what follows a convolution, as in activation.cuh
+
+
+def scales_last(number):
+    """Whether channels are scaled and shifted behind what has such a number."""
+    return bool(number & SCALED_LAST)
+
 
 # erf in four pieces, each a quotient of polynomials (lowest power first), from the freely usable
 # s_erf.c of Sun Microsystems' FDLIBM 5.3 (1993), error below one unit in the last place.

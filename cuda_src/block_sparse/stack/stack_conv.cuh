@@ -64,9 +64,9 @@ struct Problem {
 
     DEVICE Problem(i64 C, i64 K, i64 bh, i64 bw, i64 ph, i64 pw, i64 H, i64 W, i64 P, i64 Q, i64 R, i64 S, i64 SH,
                    i64 SW, i64 DH, i64 DW, i64 top, i64 left, i64 pitch)
-        : C(narrow(C)), K(narrow(K)), pitch(narrow(pitch)), bh(narrow(bh)), bw(narrow(bw)), ph(narrow(ph)), pw(narrow(pw)), H(narrow(H)),
-          W(narrow(W)), P(narrow(P)), Q(narrow(Q)), R(narrow(R)), S(narrow(S)), SH(narrow(SH)), SW(narrow(SW)),
-          DH(narrow(DH)), DW(narrow(DW)), top(narrow(top)), left(narrow(left)) {}
+        : C(narrow(C)), K(narrow(K)), pitch(narrow(pitch)), bh(narrow(bh)), bw(narrow(bw)), ph(narrow(ph)),
+          pw(narrow(pw)), H(narrow(H)), W(narrow(W)), P(narrow(P)), Q(narrow(Q)), R(narrow(R)), S(narrow(S)),
+          SH(narrow(SH)), SW(narrow(SW)), DH(narrow(DH)), DW(narrow(DW)), top(narrow(top)), left(narrow(left)) {}
     // No block of y sticks out of its image, nor lies outside: a window without padding leaves fewer blocks.
     DEVICE bool whole(const BlockTable& table) const { return P == table.GH * ph && Q == table.GW * pw; }
 

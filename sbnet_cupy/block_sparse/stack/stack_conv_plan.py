@@ -8,6 +8,7 @@ import functools
 import math
 from typing import NamedTuple
 
+from ...dense.activation import SCALED_LAST, scales_last
 from .stack_conv_cost import launch_cost
 from .stack_patch_plan import PANEL, ROW, patch_candidates
 
@@ -18,7 +19,6 @@ _MOST_PIXELS = 8192  # of blocks and windows, so that divisions are exact
 _MOST_OFFSETS = 64 << 10  # bytes of shared memory for where a tile's pixels lie
 # Slow activations, which take registers: cycles for a number and group of warps, which share them.
 _SLOW = {2: 0.4, 3: 0.88, 7: 0.4}
-SCALED_LAST = 1 << 30  # of an activation: channels are scaled and shifted behind it
 _LAST = 256  # channels that the last scales are a multiple of: those of the largest tile
 
 
@@ -77,12 +77,12 @@ class StackConv(NamedTuple):
     @property
     def scales_last(self):
         """Whether channels are scaled and shifted behind the sum and the activation."""
-        return bool(self.activation & SCALED_LAST)
+        return scales_last(self.activation)
 
     @property
     def tables(self):
-        """Numbers that a column of a tile has: scale and bias, and those of what is scaled last."""
-        return 4 if self.scales_last else 2
+        """Numbers that each column of a tile has in its tables."""
+        return tables_of(self.activation)
 
     @property
     def one_pixel(self):
@@ -252,6 +252,11 @@ class StackPlan(NamedTuple):
             return 0
         width = -(-conv.channels_out // self.tile[1]) * self.tile[1]
         return conv.rows * math.prod(conv.block_out) * self.split * width
+
+
+def tables_of(activation):
+    """Return how many numbers a channel has: scale and bias, and those of what is scaled last."""
+    return 4 if scales_last(activation) else 2
 
 
 def last_channels(channels):

@@ -21,8 +21,9 @@ from typing import NamedTuple
 from ...core import launch as kernels
 from ...core.device import current_device
 from ...core.packed import Pack
+from ...dense.activation import scales_last
 from ...dense.packed_weights import steps_of_weights
-from .stack_conv_plan import SCALED_LAST
+from .stack_conv_plan import tables_of
 
 _STEM = "block_sparse/stack/stack_image_conv2d"
 _THREADS = 128
@@ -58,7 +59,7 @@ class ImageConv(NamedTuple):
     @property
     def scales_last(self):
         """As of a StackConv: ``run`` then takes one more array, behind out."""
-        return bool(self.activation & SCALED_LAST)
+        return scales_last(self.activation)
 
     @property
     def units(self):
@@ -113,7 +114,7 @@ class ImagePlan(NamedTuple):
             for t, s, k, d in zip(self.tile, conv.strides, conv.kernel, conv.dilation, strict=True)
         )
         weights = self.columns * conv.steps * 32
-        tables = 4 * (4 if conv.scales_last else 2) * self.columns
+        tables = 4 * tables_of(conv.activation) * self.columns
         return weights + tables + 4 * _STEP * conv.steps + 16 + patch * conv.units * _UNIT
 
 

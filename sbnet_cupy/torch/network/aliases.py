@@ -386,7 +386,6 @@ def check_overlapping(table):
     for pair in table.overlapping:
         for part in pair:
             part.check()
-    table.overlapping.clear()
 
 
 def versioned(image):

@@ -15,6 +15,7 @@ import torch
 
 from ...core.device import current_device
 from ...core.torch_memory import allocate, to_tensor
+from ...dense.activation import SCALED_LAST
 from .. import _dispatch_state as state
 from .._graph_branch import moment
 from .._native import compute, native_stream, view
@@ -31,7 +32,6 @@ _MASKS = {
 }  # fmt: skip
 _PLANS = {}  # (device, sizes) -> what launches a kernel, or None
 _LEAST_SLOPE, _SLOPES_END = 2.0**-126, 2.0  # of leaky relu: an ordinary float, less than 2
-_SCALED_LAST = 1 << 30  # in the number of an activation: channels are scaled behind it
 _DEEP = 64  # times fewer pixels of a block than in the input: products take longer than memory
 
 
@@ -201,7 +201,7 @@ def is_depthwise(x, weight, groups):
 def number_of(activation, scaled):
     """Return the number of what follows a convolution's sum, as kernels know it."""
     code = code_of(activation) or 0
-    return code if scaled is None else code + _SCALED_LAST
+    return code if scaled is None else code + SCALED_LAST
 
 
 def conv(

@@ -55,9 +55,14 @@ def concat(stacks, table, unfolded=(), enlarged=(), factors=(1, 1)):
     return out.permute(0, 3, 1, 2)
 
 
-def whole_pixels(x, table):
-    """Return a stack with its channels last: some channels of another are copied by the kernel."""
+def readable(x, weight, groups, table):
+    """Return a stack as a convolution with these weights reads it.
+
+    Some channels of another stack are copied by the kernel, where it cannot read them as they lie.
+    """
     if x.is_contiguous(memory_format=torch.channels_last) or cuda.pitch_of(x) is None:
+        return x
+    if not cuda.is_depthwise(x, weight, groups) and cuda.part_pitch(x) is not None:
         return x
     y = concat([x], table)
     return x if y is None else y

@@ -64,9 +64,9 @@ def check_alike(given, got):
 def _captured(sparse, x, mask, outside=None, room=None, memory=None):
     """Capture a call in a CUDA graph; return a function that replays it.
 
-    Graphs with the same ``memory`` must be replayed one after the other. The network holds what is
-    returned, which does not hold it: both are dropped together, and no later, by which a capture
-    that is under way would fail.
+    Graphs with the same ``memory`` must be replayed one after the other. What is returned does not
+    hold the network, which holds it: the graph is freed with the network's last reference, and not
+    by the cycle collector, which may run while another graph is captured, and spoil that.
     """
     own_x, own_mask = x.detach().clone(memory_format=torch.preserve_format), mask.clone()
 

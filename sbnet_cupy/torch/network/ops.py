@@ -56,8 +56,7 @@ def conv(
             return y
         x = x.stack()
     if cuda.serves(x) and not table.whole and mode == "zeros" and fill == 0:
-        if cuda.is_depthwise(x, weight, groups) or cuda.part_pitch(x) is None:
-            x = cuda_resize.whole_pixels(x, table)
+        x = cuda_resize.readable(x, weight, groups, table)
         y = cuda.conv(
             x, table, block, size, weight, bias, stride, pads, dilation, groups, residual,
             activation, scaled,

@@ -51,8 +51,9 @@ def _affine_sum(x, other, inplace):
             return None
         return step(x, plan.then(shift=shift), inplace, (torch.add, other))
     if isinstance(plan, Plan) and plan.last is not None and not inplace:
-        scale, *shift = plan.last
-        if shift == [None] and _may_be_last(x, plan, other):
+        scale, shift = plan.last[:2]
+        is_free = len(plan.last) == 2 and shift is None
+        if is_free and _may_be_last(x, plan, other):
             return step(x, plan.then(last=(scale, other)), False, (torch.add, other))
     if inplace or not (isinstance(x, T.StackTensor) and isinstance(other, T.StackTensor)):
         return None
