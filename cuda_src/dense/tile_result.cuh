@@ -134,7 +134,7 @@ struct Staged {
     static constexpr int PITCH = COLUMNS * sizeof(T) + 64;
 };
 
-// Where a tile's results go. PITCHED: the residual may be a part of another stack, whose pixels have more channels.
+// Where a tile's results go. PITCHED: y and the residual may be parts of other stacks, whose pixels have more channels.
 template <typename T, class Rows, bool PITCHED = false>
 struct Result {
     const T* __restrict__ residual;
@@ -142,7 +142,7 @@ struct Result {
     const float *scale, *bias;  // of the tile's columns
     Rows rows;
     int k0, K;
-    int pitch_added;  // if PITCHED, channels from a pixel of the residual to the next
+    int pitch_added, pitch_out;  // if PITCHED, channels from a pixel of the residual to the next, and of y
     using Sums = const float (&)[ChannelOrder<T>::COUNT];  // no generic lambdas: NVRTC 13.0 takes them for host functions
 
     LastScales last;  // of the tile's columns, if they are scaled last
@@ -154,6 +154,8 @@ struct Result {
     }
     // Where a pixel of the residual begins.
     DEVICE i64 added(int pixel) const { return static_cast<i64>(pixel) * (PITCHED ? pitch_added : K); }
+    // Where a pixel of y begins.
+    DEVICE i64 stored(int pixel) const { return static_cast<i64>(pixel) * (PITCHED ? pitch_out : K); }
 
     // The residuals of a thread's part of a tile, loaded before the sums are there: where they are so FEW.
     template <class Product>
@@ -213,7 +215,7 @@ struct Result {
                 const int row = Product::row(m) + i + lane / VECTORS, pixel = rows.pixel(row);
                 const int column = Product::column() + lane % VECTORS * LANES;
                 if (pixel >= 0 && k0 + column < K)
-                    *reinterpret_cast<uint4*>(y + static_cast<i64>(pixel) * K + k0 + column) =
+                    *reinterpret_cast<uint4*>(y + stored(pixel) + k0 + column) =
                         *reinterpret_cast<const uint4*>(staged + row * pitch + column * static_cast<int>(sizeof(T)));
             }
         }
@@ -265,7 +267,7 @@ private:
             for (int half = 0; half < 2; ++half) {
                 const int row = Product::row(m) + lane / 4 + 8 * half, pixel = rows.pixel(row);
                 const bool inside = rows.is_inside(row);
-                const i64 at = static_cast<i64>(pixel) * K + k0;
+                const i64 at = stored(pixel) + k0;
                 uint4 add_to[VECTORS];  // all are loaded before the first is used
 #pragma unroll
                 for (int v = 0; v < VECTORS; ++v) {
@@ -328,7 +330,7 @@ private:
                 for (int half = 0; half < 2; ++half) {
                     float sums[COUNT];
                     vector_of<T>(acc[m], v, half, sums);
-                    const i64 to = static_cast<i64>(pixels[m][half]) * K + k;
+                    const i64 to = stored(pixels[m][half]) + k;
                     if constexpr (VECTOR) {  // with no branch but that of the store
                         const uint4 result = finished<T, ACTIVATION, true>(sums, its_scale, its_bias, add_to[m][half], ADDED,
                                                                            inside[m][half], last_of<ACTIVATION>(column));

@@ -86,7 +86,7 @@ def test_plans_are_exact(case, require):
             x, residual = (case.part(a, cupy.asarray) for a in (x, residual))
             packed = prepare_stack_pack(conv, "HWIO")(*given)
             y, lists = cupy.asarray(out), map(cupy.asarray, table)
-            run = prepare_stack_conv(conv, settled, settled, plan)
+            run = prepare_stack_conv(conv, settled, case.clears(settled), plan)
             if case.shortcut:
                 also, kernel, its_bias = map(cupy.asarray, case.stored_shortcut())
                 pointwise = conv._replace(channels=also.shape[3], kernel=(1, 1), shortcut=None)

@@ -410,7 +410,7 @@ PARTS = [  # some channels of other stacks: of x, and of the residual
 
 
 @pytest.mark.parametrize(("case", "plan"), first_of(PARTS, 4, sanitized=7), ids=str)
-def test_parts_of_other_stacks_are_read_where_they_lie(case, plan, monkeypatch):
+def test_parts_of_other_stacks_are_read_and_written_where_they_lie(case, plan, monkeypatch):
     use_shim(monkeypatch, AMPERE if plan.kernel == "stack_conv" else BLACKWELL, thread_blocks=2)
     assert_exact(case, plan, clear_rows=True)
 
@@ -527,7 +527,7 @@ def assert_exact(case, plan, clear_rows, settled=False):
         packed = prepare_stack_pack(conv, "HWIO")(w, scale, bias)
         turned = np.ascontiguousarray(w.transpose(3, 2, 0, 1))
         np.testing.assert_array_equal(packed, prepare_stack_pack(conv, "OIHW")(turned, scale, bias))
-        run = prepare_stack_conv(conv, settled, clear_rows, plan)
+        run = prepare_stack_conv(conv, settled, case.clears(clear_rows), plan)
         if case.shortcut:
             also, kernel, its_bias = case.stored_shortcut()
             pointwise = conv._replace(channels=also.shape[3], kernel=(1, 1), shortcut=None)

@@ -144,7 +144,7 @@ class ConvCase:
     groups: int = 1
     shortcut: tuple | None = None  # channels and strides; its scale is 1
     image_out: tuple | None = None  # ceil(n / stride) pixels by default
-    beside: tuple | None = None  # channels ahead of those of x and behind them, in their stack
+    beside: tuple | None = None  # channels ahead of those of x and of the result, and behind them
 
     def sizes(self, rows):
         """Return the StackConv."""
@@ -174,6 +174,7 @@ class ConvCase:
             group=self.group if self.groups > 1 else None,
             part_of=self.beside and self.channels + sum(self.beside),
             added_part_of=self.beside and self.channels_out + sum(self.beside),
+            out_part_of=self.beside and self.channels_out + sum(self.beside),
         )
 
     def part(self, array, asarray=np.asarray):
@@ -275,6 +276,10 @@ class ConvCase:
             expected[row, :height, :width] = block
         return loaded(stored(expected, self.element), self.element)
 
+    def clears(self, clear_rows):
+        """Whether rows past the count become 0, if they are to: those of a part do not."""
+        return clear_rows and self.beside is None
+
     def run(self, launch, clear_rows):
         """Run ``launch(x, w, scale, bias, residual, table, out)``; compare its result."""
         bin_counts, indices, _ = table = self.blocks.table()
@@ -283,13 +288,16 @@ class ConvCase:
         conv = self.sizes(len(indices))
         self.blocks.spoil(x, indices[:count], np.nan)
         residual[count:] = np.nan
-        out = stored(
-            np.full((len(indices), *conv.block_out, self.channels_out), UNWRITTEN), self.element
-        )
-        before = out.copy()
+        ahead, behind = self.beside or (0, 0)
+        shape = len(indices), *conv.block_out, ahead + self.channels_out + behind
+        whole = stored(np.full(shape, UNWRITTEN), self.element)
+        own = slice(ahead, ahead + self.channels_out)
+        out, before = whole[..., own], whole.copy()
+        given_out = out if self.beside is None else whole.reshape(-1)[ahead:]
+        clear_rows = self.clears(clear_rows)
         given = [stored(array, self.element) for array in (x, w, residual)]
-        launch(given[0], given[1], scale, bias, given[2] if self.residual else None, table, out)
+        launch(given[0], given[1], scale, bias, given[2] if self.residual else None, table, given_out)
         np.testing.assert_array_equal(loaded(out[:count], self.element), self.expected())
-        np.testing.assert_array_equal(
-            out[count:], np.zeros_like(before[count:]) if clear_rows else before[count:]
-        )
+        before[:count, ..., own] = out[:count]
+        before[count:] = 0 if clear_rows else before[count:]
+        np.testing.assert_array_equal(whole, before)  # other channels, and rows past the count

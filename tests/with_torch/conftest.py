@@ -54,14 +54,13 @@ def asked(torch, st, monkeypatch):
 
     def prepare_conv(
         dtype, rows, images, grid, block, block_out, image, image_out, channels, channels_out,
-        kernel, strides, dilation, pads, activation, depthwise, group, part_of, added_part_of,
-        settled, clear_rows,
+        kernel, strides, dilation, pads, activation, depthwise, group, parts, settled, clear_rows,
     ):  # fmt: skip
         scales_last, activation = bool(activation & 1 << 30), activation & ~(1 << 30)
 
         def run(x, weight, bias, residual, counts, indices, places, out, scaled=None):
             names.append("depthwise" if depthwise else "settled" if settled else "conv")
-            for stack, channels_of in ((x, part_of), (residual, added_part_of)):
+            for stack, channels_of in zip((x, residual, out), parts, strict=True):
                 assert stack is None or cuda.pitch_of(stack) == (channels_of or stack.shape[1])
             x, residual, out = last(x, residual, out)
             table = stage(counts, indices, places, block, image)
@@ -113,7 +112,7 @@ def asked(torch, st, monkeypatch):
         block_out, size_out = cuda.sizes_after(block, size, kernel, stride, pads, dilation)
         run = prepare_conv(
             dtype, rows, images, grid, block, block_out, size, size_out, channels, out, kernel,
-            stride, dilation, (pads[0], pads[2]), 0, False, None, None, None, False, clear_rows,
+            stride, dilation, (pads[0], pads[2]), 0, False, None, (None,) * 3, False, clear_rows,
         )[0]  # fmt: skip
 
         def launch(x, weight, bias, packed, *lists_and_y):
@@ -143,7 +142,7 @@ def asked(torch, st, monkeypatch):
     ):  # fmt: skip
         facts = (
             dtype, rows, images, grid, block, block_out, image, image_out, channels, channels_out,
-            kernel, strides, dilation, pads, activation, False, None, None, None, False, False,
+            kernel, strides, dilation, pads, activation, False, None, (None,) * 3, False, False,
         )  # fmt: skip
         conv = prepare_conv(*facts)[0]
 
@@ -350,11 +349,13 @@ def asked(torch, st, monkeypatch):
         return interpolate_images if of_images else launch, True
 
     def prepare_concat(
-        rows, block, channels, itemsize, unfolded, enlarged, factors, pitches, alignment
-    ):
+        rows, block, channels, itemsize, unfolded, enlarged, factors, pitches, alignment, pitch,
+        firsts,
+    ):  # fmt: skip
         def launch(*given):
             names.append("stack_concat")
             *inputs, counts, out = given
+            assert (out.stride(2), out.stride(3)) == (pitch, 1) and out.data_ptr() % alignment == 0
             parts, (fh, fw) = [], factors
             for k, x in enumerate(inputs):
                 assert x.data_ptr() % alignment == 0
@@ -367,7 +368,8 @@ def asked(torch, st, monkeypatch):
                     x = x.repeat_interleave(fh, 1).repeat_interleave(fw, 2)
                 parts.append(x)
             assert tuple(p.shape[3] for p in parts) == channels and len(inputs[0]) == rows
-            out[: int(counts)] = torch.cat(parts, 3)[: int(counts)]
+            for part, first in zip(parts, firsts, strict=True):
+                out[: int(counts), ..., first : first + part.shape[3]] = part[: int(counts)]
 
         return launch
 

@@ -193,8 +193,9 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS, BLOCKS) st
         }
         fill = AHEAD;
         const StackRows its_rows{p0, pixels, whole ? nullptr : inside};
-        const Result<T, StackRows, PITCHED> result{residual, y, scale, bias, its_rows, k0, g.K, Problem::narrow(pitch_added),
-                                           {scale + 2 * BN, scale + 3 * BN}};
+        const Result<T, StackRows, PITCHED> result{residual, y, scale, bias, its_rows, k0, g.K,
+                                                  Problem::narrow(pitch_added), Problem::narrow(pitch_out),
+                                                  {scale + 2 * BN, scale + 3 * BN}};
         if (residual && !PARTIALS) result.template prefetch<BM, BN>(threadIdx.x, THREADS);
 
         float acc[MT][NT][4];
@@ -226,7 +227,7 @@ __global__ void __launch_bounds__(256)
     stack_conv_sum(const float* __restrict__ partials, const u8* __restrict__ packed, const T* __restrict__ residual,
                    const int* __restrict__ bin_counts, const int* __restrict__ indices, const int* __restrict__ grid,
                    T* __restrict__ y, const float* __restrict__ scaled, i64 M, i64 N, i64 GH, i64 GW, i64 K, i64 ph,
-                   i64 pw, i64 P, i64 Q, i64 width, i64 pitch_added, i64 clear_rows) {
+                   i64 pw, i64 P, i64 Q, i64 width, i64 pitch_added, i64 pitch_out, i64 clear_rows) {
     constexpr int COUNT = ChannelOrder<T>::COUNT;
     overlap_launches();
     const auto narrow = [](i64 value) { return static_cast<int>(value); };
@@ -253,7 +254,7 @@ __global__ void __launch_bounds__(256)
             }
         const bool inside = whole || finder.is_inside(narrow(p), 0);
         finish<T, ACTIVATION, VECTOR_OUT, false>(sums, scale + k, bias + k, residual_at<VECTOR_OUT>(residual, p * pitch_added + k, true),
-                                          residual, y, p * K + k, narrow(K) - k, inside,
+                                          residual, y, p * pitch_out + k, narrow(K) - k, inside,
                                           LastScales{scaled + k, scaled + last_channels(narrow(K)) + k});
     }
     if (clear_rows) clear_rest<VECTOR_OUT>(y, rows * ph * pw * K, M * ph * pw * K);

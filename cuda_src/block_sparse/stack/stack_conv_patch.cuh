@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(Engine<T, TH * TW * PATCHES, BN, WM, WN>::THRE
                 }
                 if (residual) {  // it is read at the end
                     const PatchRows<TH, TW, PATCHES> its{parts, table, tile / across, true};
-                    const Result<T, PatchRows<TH, TW, PATCHES>, PITCHED> result{residual, y, nullptr, nullptr, its, tile % across * BN, g.K, Problem::narrow(pitch_added)};
+                    const Result<T, PatchRows<TH, TW, PATCHES>, PITCHED> result{residual, y, nullptr, nullptr, its, tile % across * BN, g.K, Problem::narrow(pitch_added), 0};
                     result.template prefetch<BM, BN>(thread, PATCH_COPIERS);
                 }
             }
@@ -353,7 +353,7 @@ __global__ void __launch_bounds__(Engine<T, TH * TW * PATCHES, BN, WM, WN>::THRE
             const float* const scale = shared.tables + its_tables.slot * (TABLES<ACTIVATION> * BN);
             const PatchRows<TH, TW, PATCHES> its{parts, table, tile / across, whole};
             const Result<T, PatchRows<TH, TW, PATCHES>, PITCHED> result{
-                residual, y, scale, scale + BN, its, tile % across * BN, g.K, Problem::narrow(pitch_added),
+                residual, y, scale, scale + BN, its, tile % across * BN, g.K, Problem::narrow(pitch_added), Problem::narrow(pitch_out),
                 {scale + 2 * BN, scale + 3 * BN}};
             result.template store<ACTIVATION, VECTOR_OUT, false, Product>(acc);
             __syncwarp();

@@ -90,7 +90,7 @@ DEVICE void finish_in_cluster(const float (&acc)[MT][NT][4], const Result<T, Row
         }
         if (p >= 0)
             finish<T, ACTIVATION, VECTOR_OUT, true>(total, result.scale + column, result.bias + column, addend, result.residual,
-                                                    result.y, static_cast<i64>(p) * K + result.k0 + column,
+                                                    result.y, result.stored(p) + result.k0 + column,
                                                     K - result.k0 - column, result.rows.is_inside(from + row),
                                                     result.template last_of<ACTIVATION>(column));
     }

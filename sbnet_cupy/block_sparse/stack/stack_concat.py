@@ -22,7 +22,8 @@ _LARGEST = 1 << 15  # pixels of a block, and vectors of a pixel, so that divisio
 
 def prepare_stack_concat(
     rows, block, channels, itemsize, unfolded=(), enlarged=(), factors=(1, 1), pitches=None,
-    alignment=16, clear_rows=True,
+    alignment=16, clear_rows=True, part_of=None,
+    firsts=None,
 ):  # fmt: skip
     """Return the launch that joins stacks, or None where there is none for such sizes.
 
@@ -47,10 +48,24 @@ def prepare_stack_concat(
         is some channels of another, which is not unfolded. Default: the channels.
     alignment : int
         The addresses of all stacks are multiples of so many bytes.
+    clear_rows : bool
+        Whether rows of the result past the count become 0; not of a part.
+    part_of : int, optional
+        The channels of the stack of which the result is some channels. Default: it is whole.
+    firsts : sequence of int, optional
+        The first channel of each stack in that; the others are not written. Default: side by side.
     """
+    if clear_rows and part_of is not None:
+        raise ValueError("clear_rows must be False where the result is a part of another stack")
     pitches = channels if pitches is None else pitches
-    width = vector_bytes(alignment, *(c * itemsize for c in (*channels, *pitches)))
-    vectors, steps = ([c * itemsize // width for c in each] for each in (channels, pitches))
+    pitch_out = part_of or sum(channels)
+    if firsts is None:
+        firsts = [sum(channels[:k]) for k in range(len(channels))]
+    all_channels = *channels, *pitches, *firsts, pitch_out
+    width = vector_bytes(alignment, *(c * itemsize for c in all_channels))
+    vectors, steps, places = (
+        [c * itemsize // width for c in each] for each in (channels, pitches, firsts)
+    )
     if len(channels) > MOST_INPUTS or max(math.prod(block), sum(vectors)) > _LARGEST:
         return None
     empty = [0] * (MOST_INPUTS - len(vectors))
@@ -62,7 +77,7 @@ def prepare_stack_concat(
         kernels.THREADS,
         MOST_INPUTS + 2,
         (
-            rows, *block, *vectors, *empty, *steps, *empty,
+            rows, *block, *vectors, *empty, *steps, *empty, *places, *empty, pitch_out * itemsize // width,
             *(sum(1 << k for k in which) for which in (unfolded, enlarged)), *factors,
             int(clear_rows),
         ),

@@ -62,7 +62,8 @@ class StackConv(NamedTuple):
     group: tuple[int, int] | None = None  # channels of x and of y of a group, if there are several
     of_images: bool = False  # x, y and residual are images: windows read all of x; `block` is of x
     part_of: int | None = None  # channels of the stack of which x is a part, if it is one
-    added_part_of: int | None = None  # those of which the residual is a part; both in vectors
+    added_part_of: int | None = None  # those of which the residual is a part
+    out_part_of: int | None = None  # those of which y is a part; all in vectors
 
     @property
     def element_bytes(self):
@@ -121,8 +122,14 @@ class StackConv(NamedTuple):
 
     @property
     def pitches(self):
-        """Channels from a pixel to the next of x, and of the residual."""
-        return self.part_of or self.channels, self.added_part_of or self.channels_out
+        """Channels from a pixel to the next of x, of the residual, and of y."""
+        out = self.channels_out
+        return self.part_of or self.channels, self.added_part_of or out, self.out_part_of or out
+
+    @property
+    def pitched(self):
+        """Whether the kernel has to know the pitch of the residual or of y."""
+        return self.added_part_of is not None or self.out_part_of is not None
 
     @property
     def chunks(self):
@@ -235,7 +242,7 @@ class StackPlan(NamedTuple):
             self.partials, near, conv.vectors_in, conv.vectors_out, rounded,
             conv.activation, self.cached, *([self.results] if self.pipelined else []), self.blocks,
             *(self._of_pipelined(conv) if self.pipelined else []),
-            conv.group is not None, conv.added_part_of is not None,
+            conv.group is not None, conv.pitched,
         )  # fmt: skip
 
     def _of_pipelined(self, conv):

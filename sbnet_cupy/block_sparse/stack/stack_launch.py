@@ -7,8 +7,9 @@ All take CuPy arrays of one device, C-contiguous, that the caller has checked:
     active_block_indices      int32 [M, 3], rows (n, hi, wi); M is at least 1
     grid                      int32 [N, hb, wb], the row of the stack of each block, or -1
 
-A convolution may read some channels of another stack, as x or as its residual: ``part_of`` and
-``added_part_of`` of StackConv. Their first channel and their pixels are whole vectors of 16 bytes.
+A convolution may read some channels of another stack, as x or as its residual, and write some of
+another: ``part_of``, ``added_part_of`` and ``out_part_of`` of StackConv. Their first channel and
+their pixels are whole vectors of 16 bytes. Rows past the count of a part do not become 0.
 
 With ``scales_last`` a convolution takes one more array behind out: float32 [2, K'], by what each
 channel is multiplied behind the activation, and what is added to it then. K' is
@@ -96,6 +97,8 @@ def prepare_stack_conv(conv, settled=False, clear_rows=True, plan=None):
     With a shortcut, the launch takes its stack and packed weights in place of a residual, and the
     packed weights have no scale.
     """
+    if clear_rows and conv.out_part_of is not None:
+        raise ValueError("clear_rows must be False where out is a part of another stack")
     if not conv.vectors_in and plan is None:
         return _with_padded_channels(conv, clear_rows)
     if plan is None and conv.shortcut is not None:
@@ -225,7 +228,7 @@ def _with_partials(conv, plan, run, clear_rows):
         8,
         (
             conv.rows, conv.images, *conv.grid, conv.channels_out, *conv.block_out,
-            *conv.image_out, width, conv.pitches[1], int(clear_rows),
+            *conv.image_out, width, *conv.pitches[1:], int(clear_rows),
         ),
         persistent=True,
         dependent=True,

@@ -22,6 +22,7 @@ from .._dispatch_state import (
     storage_of,
     without_function_transforms,
 )
+from .layout import pitch_of
 
 _COPIES = ("reshape", "flatten", "contiguous")  # of images in another order of dimensions, maybe
 
@@ -399,6 +400,17 @@ def _is_strided(x):
 
 
 def _share(result, value):
-    """Whether a tensor, or one of several, has the memory of another."""
+    """Whether a tensor, or one of several, has memory in common with another."""
     memory = memory_of(value)
-    return any(memory_of(t) == memory for t in tree_leaves(result))
+    return any(memory_of(t) == memory and not _are_beside(t, value) for t in tree_leaves(result))
+
+
+def _are_beside(a, b):
+    """Whether two stacks are different channels of the same one."""
+    if not a.dim() == b.dim() == 4 or a.stride() != b.stride() or a.shape[0] == 1:
+        return False
+    pitch = pitch_of(a)
+    if pitch is None:
+        return False
+    first, other = (t.storage_offset() % pitch for t in (a, b))
+    return first + a.shape[1] <= other or other + b.shape[1] <= first

@@ -19,7 +19,9 @@ from ...dense.activation import SCALED_LAST
 from .. import _dispatch_state as state
 from .._graph_branch import moment
 from .._native import compute, native_stream, view
+from . import joins
 from .epilogue import finish, in_turn, slope_of
+from .layout import new_stack, pitch_of
 
 _ELEMENTS = {torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float32: "float"}
 _CODES = {  # as in cuda_src/dense/activation.cuh
@@ -143,29 +145,12 @@ def start_with_memory(launch, *tensors):
         launch(*(view(t) if isinstance(t, torch.Tensor) else t for t in tensors))
 
 
-def new_stack(like, rows, block, channels):
-    """Return memory for a stack ``[M, C, *block]``: no view, so that it may be written in place."""
-    shape = (rows, channels, *block)
-    return torch.empty(
-        shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last
-    )
-
-
 def last(x):
     """Return a stack with its channels last in memory, as kernels read it; None stays None."""
-    return None if x is None else x.contiguous(memory_format=torch.channels_last)
-
-
-def pitch_of(x):
-    """Return how many elements a pixel of a stack lies behind the one before; None of others.
-
-    More than its channels, where it is some channels of another stack.
-    """
-    _, channels, height, width = x.shape
-    pitch = x.stride(3) if width > 1 else x.stride(2) if height > 1 else x.stride(0)
-    steps = height * width * pitch, 1, width * pitch, pitch
-    each = zip(x.shape, x.stride(), steps, strict=True)
-    return pitch if pitch >= channels and all(n == 1 or a == b for n, a, b in each) else None
+    if x is None or x.is_contiguous(memory_format=torch.channels_last):
+        return x
+    joins.note_copy(x)
+    return x.contiguous(memory_format=torch.channels_last)
 
 
 def part_pitch(x):
@@ -182,7 +167,7 @@ def part_pitch(x):
 
 def _rows(x):
     """Return the memory of a stack as ``[M, h, w, C]``, contiguous."""
-    return x.permute(0, 2, 3, 1).contiguous()
+    return last(x).permute(0, 2, 3, 1)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -226,25 +211,28 @@ def conv(
     kernel = tuple(weight.shape[2:])
     block_out, size_out = sizes_after(block, size, kernel, stride, pads, dilation)
     kept = "_stack_depthwise" if depthwise else "_stack_packed"
-    part_of, added_part_of = (None, None) if depthwise else (part_pitch(x), part_pitch(residual))
+    if depthwise:
+        parts, y = (None, None, None), new_stack(x, x.shape[0], block_out, out_channels)
+    else:
+        y = joins.place(x, table, block_out, out_channels)
+        parts = part_pitch(x), part_pitch(residual), part_pitch(y)
     facts = (
         x.dtype, x.shape[0], table.batch, table.grid, block, block_out, size, size_out,
         channels, out_channels, kernel, stride, dilation, (pads[0], pads[2]),
-        number_of(activation, scaled), depthwise, group, part_of, added_part_of,
+        number_of(activation, scaled), depthwise, group, parts,
         is_known(scaled) and table.settled and _is_packed(weight, bias, kept), _clears(table),
     )  # fmt: skip
     run = prepared(_PLANS, facts, x, _prepare_conv, *facts)
     if run is None:
         return None
     launch, pack, plain = run
-    y = new_stack(x, x.shape[0], block_out, out_channels)
     if depthwise:
         values, wide = _depthwise_weights(weight, bias)
         weights = values, None, wide
     else:
         weights = (_packed(x, weight, bias, pack),)
     behind = () if scaled is None else (scaled,)
-    stacks = x if part_of else last(x), residual if added_part_of else last(residual)
+    stacks = x if parts[0] else last(x), residual if parts[1] else last(residual)
     given = stacks[0], *weights, stacks[1], table.counts, table.indices, table.places, y, *behind
     if plain:
         start(launch, *given)
@@ -273,12 +261,12 @@ def _is_mostly_padding(channels, itemsize, kernel):
 
 def _prepare_conv(
     dtype, rows, images, grid, block, block_out, image, image_out, channels, channels_out, kernel,
-    strides, dilation, pads, activation, depthwise, group, part_of, added_part_of, settled,
-    clear_rows,
+    strides, dilation, pads, activation, depthwise, group, parts, settled, clear_rows,
 ):  # fmt: skip
     """Return (launch, pack, whether addresses are enough) for the current device, or None.
 
-    ``settled`` and ``clear_rows`` as in ``prepare_stack_conv``.
+    ``parts`` are the pitches of x, the residual and y where they are parts of other stacks, and
+    None elsewhere. ``settled`` and ``clear_rows`` as in ``prepare_stack_conv``.
     """
     from ...block_sparse.stack import stack_launch
     from ...block_sparse.stack.stack_conv_plan import (
@@ -287,14 +275,14 @@ def _prepare_conv(
         plan_stack_conv,
     )
 
-    itemsize = torch.empty(0, dtype=dtype).element_size()
+    itemsize, (part_of, added_part_of, out_part_of) = dtype.itemsize, parts
     conv = StackConv(
         element=_ELEMENTS[dtype], rows=rows, images=images, grid=grid, block=block,
         block_out=block_out, image=image, image_out=image_out, channels=channels,
         channels_out=channels_out, kernel=kernel, strides=strides, dilation=dilation, pads=pads,
         activation=activation, vectors_in=channels * itemsize % 16 == 0,
         vectors_out=channels_out * itemsize % 16 == 0, expected=rows, group=group, part_of=part_of,
-        added_part_of=added_part_of,
+        added_part_of=added_part_of, out_part_of=out_part_of,
     )  # fmt: skip
     if depthwise:
         width = math.gcd(16, channels * itemsize)

@@ -8,18 +8,21 @@ import math
 
 import torch
 
-from . import cuda
+from ...block_sparse.stack.stack_concat import MOST_INPUTS, prepare_stack_concat
+from . import cuda, joins
 
 _PLANS = {}  # (device, what, sizes) -> what launches a kernel, or None
 
 
 def concat(stacks, table, unfolded=(), enlarged=(), factors=(1, 1)):
-    """Join stacks along channels by one kernel, or return None.
+    """Join stacks along channels by kernels; return (the result, whether it shares memory), or None.
+
+    It shares memory with stacks that were made in their place in it: see ``joins``.
 
     Parameters
     ----------
     stacks : list of tensor
-        Up to eight, ``[M, C_k, b, b]``; some channels of another stack are read where they are.
+        Each ``[M, C_k, b, b]``; some channels of another stack are read where they are.
     unfolded : sequence of int
         Which stacks are ``[M, f * f * C_k, b / f, b / f]``: their channels, ordered by pixel,
         become pixels.
@@ -28,31 +31,55 @@ def concat(stacks, table, unfolded=(), enlarged=(), factors=(1, 1)):
     factors : (int, int)
         By how much the blocks of both grow.
     """
-    dtype, device = stacks[0].dtype, stacks[0].device
-    if any(s.dtype != dtype or not cuda.serves(s) for s in stacks):
+    like, area = stacks[0], math.prod(factors)
+    if any(s.dtype != like.dtype or not cuda.serves(s) for s in stacks):
         return None
-    area = math.prod(factors)
+    channels = [s.shape[1] // (area if k in unfolded else 1) for k, s in enumerate(stacks)]
+    grown = factors if 0 in unfolded or 0 in enlarged else (1, 1)
+    block = tuple(n * f for n, f in zip(like.shape[2:], grown, strict=True))
+    as_they_are = [None if k in (*unfolded, *enlarged) else s for k, s in enumerate(stacks)]
+    out, left = joins.join(as_they_are, channels, like, table, block)
+    firsts = [sum(channels[:k]) for k in range(len(channels))]
+    for i in range(0, len(left), MOST_INPUTS):
+        ks = left[i : i + MOST_INPUTS]
+        given = ([each[k] for k in ks] for each in (stacks, channels, firsts))
+        which = ([j for j, k in enumerate(ks) if k in kind] for kind in (unfolded, enlarged))
+        if not _copy(*given, table, *which, factors, out):
+            return None
+    return out, len(left) < len(stacks)
+
+
+def resized(x, table, unfolded=False, factors=(1, 1)):
+    """Return a stack with its channels unfolded, or else its pixels repeated, or None."""
+    if not cuda.serves(x):
+        return None
+    channels = x.shape[1] // (math.prod(factors) if unfolded else 1)
+    block = tuple(n * f for n, f in zip(x.shape[2:], factors, strict=True))
+    out = joins.place(x, table, block, channels)
+    which = ((0,), ()) if unfolded else ((), (0,))
+    return out if _copy([x], [channels], [0], table, *which, factors, out) else None
+
+
+def _copy(stacks, channels, firsts, table, unfolded, enlarged, factors, out):
+    """Write stacks to channels of another, ``out``, from the first of each on, if a kernel does."""
     pitches = [None if k in unfolded else cuda.pitch_of(s) for k, s in enumerate(stacks)]
     inputs = [
         s.permute(0, 2, 3, 1) if pitch else cuda._rows(s)
         for s, pitch in zip(stacks, pitches, strict=True)
     ]
-    grown = [area if k in unfolded else 1 for k in range(len(inputs))]
-    channels = tuple(x.shape[3] // a for x, a in zip(inputs, grown, strict=True))
-    growing = (*unfolded, *enlarged)
-    sizes = [factors if k in growing else (1, 1) for k in range(len(inputs))]
-    block = tuple(n * f for n, f in zip(inputs[0].shape[1:3], sizes[0], strict=True))
     pitches = tuple(pitch or c for pitch, c in zip(pitches, channels, strict=True))
-    aligned = math.gcd(16, *(x.data_ptr() for x in inputs))
-    facts = (inputs[0].shape[0], block, channels, dtype.itemsize, tuple(unfolded), tuple(enlarged))
-    facts += factors, pitches, aligned
-    out = torch.empty(facts[0], *block, sum(channels), dtype=dtype, device=device)
+    aligned = math.gcd(16, out.data_ptr(), *(x.data_ptr() for x in inputs))
+    facts = (
+        out.shape[0], tuple(out.shape[2:]), tuple(channels), out.element_size(), tuple(unfolded),
+        tuple(enlarged), factors, pitches, aligned, cuda.pitch_of(out),
+        tuple(firsts),
+    )  # fmt: skip
     launch = cuda.prepared(_PLANS, ("concat", facts), out, _prepare_concat, *facts)
     if launch is None:
-        return None
-    cuda.start(launch, *inputs, table.counts, out)
+        return False
+    cuda.start(launch, *inputs, table.counts, out.permute(0, 2, 3, 1))
     table.settled = True
-    return out.permute(0, 3, 1, 2)
+    return True
 
 
 def readable(x, weight, groups, table):
@@ -64,14 +91,14 @@ def readable(x, weight, groups, table):
         return x
     if not cuda.is_depthwise(x, weight, groups) and cuda.part_pitch(x) is not None:
         return x
-    y = concat([x], table)
-    return x if y is None else y
+    joins.note_copy(x)
+    y = cuda.new_stack(x, x.shape[0], x.shape[2:], x.shape[1])
+    return y if cuda.serves(x) and _copy([x], [x.shape[1]], [0], table, (), (), (1, 1), y) else x
 
 
 def _prepare_concat(*facts):
-    from ...block_sparse.stack.stack_concat import prepare_stack_concat
-
-    return prepare_stack_concat(*facts, clear_rows=False)
+    *facts, pitch, firsts = facts
+    return prepare_stack_concat(*facts, clear_rows=False, part_of=pitch, firsts=firsts)
 
 
 class Growth:

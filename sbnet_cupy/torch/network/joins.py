@@ -1,11 +1,287 @@
-"""Where kernels write their results: side by side, where a network joins them along channels."""
+"""Results that a network joins along channels are written side by side, so that no kernel copies.
 
-from . import cuda
+A call learns which results are joined, and the next ones write each of these to its channels of the
+joined stack: a part, whose pixels lie further apart than it has channels. Results are told apart by
+their number in a call. What was learned is a hint: a result is where it was made, whatever is
+joined, and what is not in its place is copied there, if nothing else is.
+"""
+
+import contextlib
+import threading
+
+from .layout import new_stack, pitch_of
+
+_VECTOR = 16  # bytes: parts are read and written in whole vectors
+
+
+class Joins:
+    """What the calls of a network join, by numbers of results; a joined stack is one, too.
+
+    Attributes
+    ----------
+    places : dict
+        Of the number of a result: the number of the stack that it is written to, its first channel
+        there, its channels and those of that stack. Of that stack itself as well.
+    """
+
+    def __init__(self):
+        self.places = {}
+        self._widths, self._parents, self._pieces, self._apart = {}, {}, {}, set()
+        self._lock = threading.Lock()
+
+    def __reduce__(self):
+        return type(self), ()  # copies have learned nothing
+
+    def clear(self):
+        """Forget everything."""
+        self._apart.clear()
+        self.forget_joins()
+
+    def forget_joins(self):
+        """Forget what is joined."""
+        with self._lock:
+            for known in (self._widths, self._parents, self._pieces):
+                known.clear()
+            self.places = {}
+
+    def keep_apart(self, number):
+        """Note that a result has to be copied where it is a part: it gets a stack of its own."""
+        with self._lock:
+            if number not in self._apart:
+                self._apart.add(number)
+                self._parents.pop(number, None)
+                self._find_places()
+
+    def learn(self, number, width, pieces, lanes):
+        """Note of what a joined stack of so many channels was made.
+
+        ``pieces`` are (number, first channel of its own, channels, all of its channels, first
+        channel in the joined stack) of the results among them; ``lanes`` are the channels of a
+        vector.
+        """
+        with self._lock:
+            if self._pieces.get(number) == (width, pieces):
+                return
+            self._pieces[number] = width, pieces
+            self._parents = {n: p for n, p in self._parents.items() if p[0] != number}
+            self._note_width(number, width)
+            covered = {}  # of a stack: the shift of its channels, and those that are joined
+            for its, first, channels, own, at in pieces:
+                self._note_width(its, own)
+                root, begin = self._root(its)
+                shift, parts = covered.setdefault(root, (at - begin - first, set()))
+                if shift == at - begin - first:  # not twice
+                    parts.add((begin + first, begin + first + channels))
+            for root, (shift, parts) in covered.items():
+                aligned = all(n % lanes == 0 for n in (shift, width, self._widths[root]))
+                if root != number and aligned and _covers(parts, self._widths[root]):
+                    if root not in self._apart:
+                        self._parents[root] = number, shift
+            self._find_places()
+
+    def _note_width(self, number, width):
+        if self._widths.get(number) != width:
+            self._widths[number] = width
+            self._parents.pop(number, None)
+
+    def _root(self, number):
+        """Return the stack that a result is a part of, in the end, and its first channel there."""
+        begin = 0
+        while number in self._parents:
+            number, shift = self._parents[number]
+            begin += shift
+        return number, begin
+
+    def _find_places(self):
+        found = {}
+        for number in self._parents:
+            root, begin = self._root(number)
+            width = self._widths[root]
+            found[number] = root, begin, self._widths[number], width
+            found[root] = root, 0, width, width
+        self.places = found
+
+
+def _covers(parts, width):
+    """Whether ranges of channels are all of so many, each of them once."""
+    end = 0
+    for first, last in sorted(parts):
+        if first != end:
+            return False
+        end = last
+    return end == width
+
+
+class JoiningCall:
+    """The results of one call, and the stacks that they are written to."""
+
+    def __init__(self, joins):
+        self.joins, self.count = joins, 0
+        self.wholes = {}  # stacks that are not joined yet, by number
+        self.made = {}  # address of memory -> [(first channel, channels, number)]
+
+    def place(self, like, block, channels):
+        """Return memory for the next result, where it is joined to others if that is known."""
+        number = self.count
+        self.count += 1
+        place = self.joins.places.get(number)
+        part = place and self._part(place, like, block, channels)
+        if part is None:
+            part = new_stack(like, like.shape[0], block, channels)
+            self.made[part.data_ptr()] = [(0, channels, number)]
+        else:
+            self.made[part.untyped_storage().data_ptr()].append((place[1], channels, number))
+        return part
+
+    def join(self, stacks, channels, like, block):
+        """Return (memory of the joined stack, which of the stacks have to be copied there).
+
+        Parameters
+        ----------
+        stacks : list of tensor or None
+            Those that are joined as they are; None in place of others.
+        channels : sequence of int
+            Channels of each in the joined stack.
+        """
+        number, width, lanes = self.count, sum(channels), _VECTOR // like.element_size()
+        self.count += 1
+        firsts = [sum(channels[:k]) for k in range(len(channels))]
+        pieces = []
+        for stack, count, at in zip(stacks, channels, firsts, strict=True):
+            found = None if stack is None else self._origin(stack)
+            if found is not None:
+                own, first, all_channels = found
+                pieces.append((own, first, count, all_channels, at))
+        self.joins.learn(number, width, tuple(pieces), lanes)
+        place = self.joins.places.get(number)
+        out = None
+        if place is not None and place[0] in self.wholes:
+            out = self._found(place, stacks, channels, firsts, like, block)
+        self.wholes.pop(number, None)
+        if out is not None:
+            self.made[out.untyped_storage().data_ptr()].append((place[1], width, number))
+            left = [k for k, s in enumerate(stacks) if not _lies_at(s, out, firsts[k])]
+            return out, left
+        out = new_stack(like, like.shape[0], block, width)
+        self.made[out.data_ptr()] = [(0, width, number)]
+        return out, list(range(len(stacks)))
+
+    def copied(self, stack):
+        """Note that a result that is a part was copied, as a kernel does not read parts."""
+        found = self._origin(stack)
+        if found is not None and found[1:] == (0, stack.shape[1]):
+            self.joins.keep_apart(found[0])
+
+    def finish(self):
+        """Forget what was learned if a stack that results were written to was not joined."""
+        if self.wholes:
+            self.joins.forget_joins()
+
+    def _origin(self, stack):
+        """Return (number, first channel of it, its channels) of the result that holds a stack."""
+        memory = stack.untyped_storage().data_ptr()
+        entries = self.made.get(memory)
+        pitch = None if entries is None else pitch_of(stack)
+        if pitch is None:
+            return None
+        first, channels = stack.storage_offset() % pitch, stack.shape[1]
+        holds = [e for e in entries if e[0] <= first and first + channels <= e[0] + e[1]]
+        if not holds:
+            return None
+        begin, its_channels, number = min(holds, key=lambda e: e[1])
+        return number, first - begin, its_channels
+
+    def _part(self, place, like, block, channels):
+        """Return the part of a whole that a result is written to, or None where it cannot be."""
+        root, first, width, all_channels = place
+        if width != channels:
+            return None
+        whole = self.wholes.get(root)
+        if whole is None:
+            whole = new_stack(like, like.shape[0], block, all_channels)
+            self.wholes[root], self.made[whole.data_ptr()] = whole, []
+        taken = self.made[whole.data_ptr()]
+        free = all(e[0] + e[1] <= first or first + width <= e[0] for e in taken)
+        fits = free and _fits(whole, like, block, all_channels)
+        return channels_of(whole, first, width) if fits else None
+
+    def _found(self, place, stacks, channels, firsts, like, block):
+        """Return the part of a whole that is a joined stack, or None if others lie there."""
+        root, first, width, all_channels = place
+        whole = self.wholes[root]
+        if width != sum(channels) or not _fits(whole, like, block, all_channels):
+            return None
+        out, taken = channels_of(whole, first, width), self.made[whole.data_ptr()]
+        for stack, count, at in zip(stacks, channels, firsts, strict=True):
+            begin, end = first + at, first + at + count
+            if _lies_at(stack, out, at):
+                continue
+            if any(e[0] < end and begin < e[0] + e[1] for e in taken):
+                return None
+        return out
+
+
+def _fits(whole, like, block, channels):
+    """Whether a stack has the dtype, rows and pixels of a result, and so many channels."""
+    sizes = like.shape[0], channels, *block
+    return whole.dtype == like.dtype and tuple(whole.shape) == sizes
+
+
+def channels_of(whole, first, count):
+    """Return channels of a stack as a tensor that is no view, so that it may be written in place."""
+    shape, at = (whole.shape[0], count, *whole.shape[2:]), whole.storage_offset() + first
+    return whole.new_empty(0).set_(whole.untyped_storage(), at, shape, whole.stride())
+
+
+def _lies_at(stack, out, first):
+    """Whether a stack is channels of another already, from the first on."""
+    if stack is None:
+        return False
+    return stack.data_ptr() == out.data_ptr() + first * out.element_size() and all(
+        n == 1 or a == b for n, a, b in zip(stack.shape, stack.stride(), out.stride(), strict=True)
+    )
+
+
+class _Now(threading.local):
+    """The call that runs in a thread."""
+
+    call = None
+
+
+_NOW = _Now()
+
+
+@contextlib.contextmanager
+def joining(call):
+    """Return a context for a call, in which copies of its results are noted; it may be None."""
+    before, _NOW.call = _NOW.call, call
+    try:
+        yield
+    finally:
+        _NOW.call = before
+
+
+def note_copy(stack):
+    """Note that a stack was copied, since a kernel does not read parts of others."""
+    if _NOW.call is not None:
+        _NOW.call.copied(stack)
 
 
 def place(like, table, block, channels):
     """Return memory for a result, a stack ``[M, C, *block]`` of the dtype of ``like``.
 
-    Its pixels may lie further apart than it has channels: :func:`cuda.pitch_of` it.
+    Its pixels may lie further apart than it has channels: see ``layout.pitch_of``.
     """
-    return cuda.new_stack(like, like.shape[0], block, channels)
+    if table.joins is None:
+        return new_stack(like, like.shape[0], block, channels)
+    return table.joins.place(like, block, channels)
+
+
+def join(stacks, channels, like, table, block):
+    """Return memory for joined stacks, and which have to be copied there: :meth:`JoiningCall.join`.
+
+    All of them have to, where no results are written side by side.
+    """
+    if table.joins is None:
+        return new_stack(like, like.shape[0], block, sum(channels)), list(range(len(stacks)))
+    return table.joins.join(stacks, channels, like, block)

@@ -15,3 +15,23 @@ def channels_last(x):
 def is_channels_last(x):
     """Whether a tensor is known to lie in channels_last memory."""
     return not is_mapped(x) and x.is_contiguous(memory_format=torch.channels_last)
+
+
+def new_stack(like, rows, block, channels):
+    """Return memory for a stack ``[M, C, *block]``: no view, so that it may be written in place."""
+    shape = (rows, channels, *block)
+    return torch.empty(
+        shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last
+    )
+
+
+def pitch_of(x):
+    """Return how many elements a pixel of a stack lies behind the one before; None of others.
+
+    More than its channels, where it is some channels of another stack.
+    """
+    _, channels, height, width = x.shape
+    pitch = x.stride(3) if width > 1 else x.stride(2) if height > 1 else x.stride(0)
+    steps = height * width * pitch, 1, width * pitch, pitch
+    each = zip(x.shape, x.stride(), steps, strict=True)
+    return pitch if pitch >= channels and all(n == 1 or a == b for n, a, b in each) else None

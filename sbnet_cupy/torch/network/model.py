@@ -17,6 +17,7 @@ from . import tensor as T
 from .ends import check_call, check_device, finished_tree, warn_left_out
 from .entry import Entry, gathered
 from .image_values import flush, plainly
+from .joins import JoiningCall, Joins, joining
 from .options import CHECKS, check_outside
 from .piles import as_images
 from .recordings import may_record
@@ -70,6 +71,7 @@ class SparseModel(Report, nn.Module):
         self.halo, self.outside, self.replay = halo, outside, replay
         self.break_even = None
         self._weights, self._is_trained = Weights(), False
+        self._joins = Joins()
         self._replays, self._tapes = Replays(), Tapes()
         self._training_replays = training_replay.TrainingReplays()
         self._compiled = None
@@ -201,6 +203,8 @@ class SparseModel(Report, nn.Module):
         if kept.keeps and not trained:
             kept.follow(self.model)
         table.weights = None if trained else kept
+        if not (trained or table.whole) and cuda.serves(x):
+            table.joins = JoiningCall(self._joins)
         value = plan = None
         aliases.note_order(x, table)
         if not table.whole and cuda.serves(x):
@@ -210,11 +214,16 @@ class SparseModel(Report, nn.Module):
         image = T.StackTensor(value, table, table.block, table.size, plan=plan)
         watching = contextlib.nullcontext() if table.trace is None else table.trace.watching()
         try:
-            with T.calling(table), Recorder(table.tape) if table.tape is not None else watching:
-                y = self.model(image, *args, **kwargs or {})
-            y = tree_map(lambda leaf: as_images(plainly(leaf)), y)
-            T.flush(table)  # what the network keeps is computed with the weights of the call
+            recorder = Recorder(table.tape) if table.tape is not None else watching
+            with joining(table.joins):
+                with T.calling(table), recorder:
+                    y = self.model(image, *args, **kwargs or {})
+                y = tree_map(lambda leaf: as_images(plainly(leaf)), y)
+                T.flush(table)  # what the network keeps is computed with the weights of the call
             aliases.check_overlapping(table)
+            if table.joins is not None:
+                table.joins.finish()
+                table.joins = None
             return y
         finally:
             flush()
@@ -378,6 +387,7 @@ class SparseModel(Report, nn.Module):
         """Drop what was made of the weights."""
         self._is_trained = False
         self._weights.clear()
+        self._joins.clear()
         self._replays.clear()
         self._tapes.clear()
         if self._compiled is not None:
@@ -403,7 +413,7 @@ class SparseModel(Report, nn.Module):
     def __getstate__(self):
         state = super().__getstate__()  # without what compile() made of the module
         state.update(
-            _weights=Weights(), _replays=Replays(), _tapes=Tapes(), _traces=Traces(),
+            _weights=Weights(), _joins=Joins(), _replays=Replays(), _tapes=Tapes(), _traces=Traces(),
             _training_replays=training_replay.TrainingReplays(),
             _compiled=None, _last=None, _reaches={},
         )  # fmt: skip

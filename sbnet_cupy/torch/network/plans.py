@@ -505,7 +505,7 @@ class TransposedPlan(Plan):
         bare = self.then(residual=None, activation=None) if self.residual is not None else self
         y = bare.product()
         if y is not None:
-            y = cuda_resize.concat([y], table, unfolded=(0,), factors=self.growth.stride)
+            y = cuda_resize.resized(y, table, unfolded=True, factors=self.growth.stride)
         if y is None:
             return self._by_library()
         return y if bare is self else finish(y, self.residual, self.activation)

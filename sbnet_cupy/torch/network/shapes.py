@@ -37,7 +37,7 @@ def cat(func, tensors, dim=0, **rest):
             return wider(like, make, (0, channels, 0, 0), narrow, tensors, reach=reach)
         joined = _join(tensors, like)
         if joined is not None:
-            return T.wrap(joined, like, reach=reach)
+            return _wrapped(*joined, like, reach)
     stacks = _stacks(tensors, like)
     if stacks is None:
         return NotImplemented
@@ -45,8 +45,14 @@ def cat(func, tensors, dim=0, **rest):
     if dim == 1 and dims == 4 and not table.whole:
         joined = cuda_resize.concat(stacks, table)
     if joined is None:
-        joined = table.compute(torch.cat, stacks, dim)
-    return T.wrap(joined, like, reach=reach)
+        joined = table.compute(torch.cat, stacks, dim), False
+    return _wrapped(*joined, like, reach)
+
+
+def _wrapped(joined, shares, like, reach):
+    """Return a StackTensor of what was joined; if it shares memory, it is copied before writes."""
+    out = T.wrap(joined, like, reach=reach)
+    return aliases.lend(out, T.facts(like)[0]) if shares else out
 
 
 def _reach(tensors):
@@ -87,11 +93,13 @@ def _joined_as(tensors, like, dtype):
     if dtype == torch.float32:
         return torch.cat([T.value_of(t) for t in tensors], 1)
     joined = _join(tensors, like, dtype)
-    return torch.cat([T.value_as(t, dtype) for t in tensors], 1) if joined is None else joined
+    if joined is None:
+        return torch.cat([T.value_as(t, dtype) for t in tensors], 1)
+    return joined[0].clone() if joined[1] else joined[0]
 
 
 def _join(tensors, like, to=None):
-    """Join the channels of images by a kernel, or return None.
+    """Join the channels of images as ``cuda_resize.concat`` does, or return None.
 
     They are converted as autocast does to a dtype, or not, None. What waits for its channels to be
     unfolded, or its pixels to be repeated, is read as it is.
@@ -112,7 +120,7 @@ def _join(tensors, like, to=None):
         stacks.append(T.value_as(t, to) if taken is None else taken)
     joined = cuda_resize.concat(stacks, table, unfolded, enlarged, factors or (1, 1))
     if joined is None and factors:
-        joined = torch.cat([T.value_as(t, to) for t in tensors], 1)
+        joined = torch.cat([T.value_as(t, to) for t in tensors], 1), False
     return joined
 
 

@@ -42,6 +42,7 @@ class Table:
         self.trace = None
         self.weights = None
         self.tape = None  # of a call that is recorded
+        self.joins = None  # of a call, what is written side by side: joins.JoiningCall
         self.borders = False
         self.in_order = True  # whether what is made lies as N, C, H, W in the dense network
         self.left = None  # functions by which anything left the stack, with modules: left.watch

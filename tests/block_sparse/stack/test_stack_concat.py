@@ -24,7 +24,8 @@ CASES = thinned_product(5, JOINED, ["f2", "f4", "f8"], [False, True], [False, Tr
 def test_concatenation(monkeypatch, require, joined, dtype, parts, clear_rows):
     """Channels side by side, those of unfolded stacks as pixels, pixels of enlarged ones repeated.
 
-    Rows past the count are apart.
+    Rows past the count are apart. Without ``clear_rows`` the result is a part of another stack, in
+    which the last stack comes first, with other channels between them.
     """
     require("g++")
     stack_on_host.use_shim(monkeypatch, stack_on_host.AMPERE)
@@ -59,11 +60,23 @@ def check(xp, joined, dtype, parts, clear_rows):
             x = np.broadcast_to(x, (rows, *here, *factors, c))
         expected.append(x.transpose(0, 1, 3, 2, 4, 5).reshape(rows, *block, c))
     expected = np.concatenate(expected, axis=3)
-    expected[count:] = 0 if clear_rows else 7
+    part_of = firsts = None
+    if clear_rows:
+        expected[count:] = 0
+    else:
+        part_of, firsts = expected.shape[3] + 4 * len(channels) + 8, []
+        whole = np.full((*expected.shape[:3], part_of), 7, dtype)
+        for k, c in enumerate(channels):
+            at = sum(channels[:k])
+            firsts.append(sum(channels[k + 1 :]) + 4 * (len(channels) - 1 - k))
+            own = slice(8 + firsts[k], 8 + firsts[k] + c)
+            whole[:count, ..., own] = expected[:count, ..., at : at + c]
+        expected = whole
     run = stack_concat.prepare_stack_concat(
         rows, block, channels, dtype.itemsize, unfolded, enlarged, factors, pitches,
-        clear_rows=clear_rows,
+        clear_rows=clear_rows, part_of=part_of, firsts=firsts,
     )  # fmt: skip
     out = xp.full(expected.shape, 7, dtype)
-    run(*inputs, xp.asarray(np.array([count], np.int32)), out)
+    its = out if part_of is None else out.reshape(-1)[8:]
+    run(*inputs, xp.asarray(np.array([count], np.int32)), its)
     assert_same(to_numpy(out), expected)

@@ -1,0 +1,271 @@
+"""Results that are joined along channels are written side by side from the second call on."""
+
+import copy
+import threading
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from support import networks  # noqa: E402  (needs PyTorch)
+from support.networks import assert_near  # noqa: E402
+
+nn = torch.nn
+F = torch.nn.functional
+C = 16
+
+
+def conv(cin, cout=C, kernel=3, stride=1, groups=1):
+    return nn.Conv2d(cin, cout, kernel, stride, kernel // 2, groups=groups)
+
+
+class Of(nn.Module):
+    """A first convolution, some modules, and a function of both that returns the result."""
+
+    def __init__(self, forward, *modules, first=C):
+        super().__init__()
+        self.first, self.second = conv(3), conv(C, first)  # the first reads the image
+        self.inner, self.run = nn.ModuleList(modules), forward
+
+    def forward(self, x):
+        return self.run(torch.relu(self.second(self.first(x))), *self.inner)
+
+
+def parts_and_what_follows(x, a, b, last):
+    """A C2f: both halves, and what convolutions make of the second in turn."""
+    halves = list(x.chunk(2, 1))
+    for one in (a, b):
+        halves.append(torch.relu(one(halves[-1])) + halves[-1])
+    return last(torch.cat(halves, 1))
+
+
+def dense_block(x, a, b, c, last):
+    """Each convolution reads all results before."""
+    found = [x]
+    for one in (a, b, c):
+        found.append(torch.relu(one(torch.cat(found, 1))))
+    return last(torch.cat(found, 1))
+
+
+def joined_ahead(x, a, b, last):
+    """What was joined is joined to others, behind them."""
+    y = torch.cat([a(x), x], 1)
+    return last(torch.cat([b(y), y], 1))
+
+
+def unet(x, down, middle, up, last):
+    """A result of the way down beside one of the way up, whose pixels are repeated."""
+    y = middle(F.max_pool2d(torch.relu(down(x)), 2))
+    return last(torch.cat([F.interpolate(up(y), scale_factor=2), down(x), x], 1))
+
+
+def unet_transposed(x, down, middle, up, last):
+    y = torch.relu(middle(down(x)))
+    return last(torch.cat([x, torch.relu(up(y))], 1))
+
+
+def twice(x, a, last):
+    """The same result in two places: one of them is a copy."""
+    y = a(x)
+    return last(torch.cat([y, x, y], 1))
+
+
+def in_other_order(x, a, last):
+    first, second = a(x).chunk(2, 1)
+    return last(torch.cat([second, first], 1))
+
+
+def of_many(x, *convs):
+    *convs, last = convs
+    return last(torch.cat([one(x) for one in convs], 1))
+
+
+def in_two(x, a, b, last, also):
+    """A result that two stacks hold."""
+    y, z = a(x), b(x)
+    return last(torch.cat([y, z], 1)) + also(torch.cat([z, y, x], 1))
+
+
+def odd(x, a, b, last):
+    """Channels that are no whole vectors."""
+    return last(torch.cat([a(x), b(x)], 1))
+
+
+def by_depthwise(x, a, b, c, last):
+    """What a depthwise convolution reads is copied if it is a part, so it stays whole."""
+    y = a(x)
+    return last(torch.cat([y, b(y) + c(y)], 1))
+
+
+def one_half(x, a, last):
+    """A half alone is joined."""
+    return last(torch.cat([a(x).chunk(2, 1)[1], x], 1))
+
+
+SHAPES = {  # the network, and what is copied from the third call on: launches of the kernel
+    "parts": (Of(parts_and_what_follows, conv(C), conv(C), conv(4 * C, 8), first=2 * C), 0),
+    "dense block": (Of(dense_block, conv(C), conv(2 * C), conv(3 * C), conv(4 * C, 8)), 0),
+    "joined ahead": (Of(joined_ahead, conv(C), conv(2 * C), conv(3 * C, 8)), 0),
+    "unet": (Of(unet, conv(C), conv(C), conv(C), conv(3 * C, 8)), 1),
+    "transposed": (
+        Of(unet_transposed, conv(C, C, 3, 2), conv(C), nn.ConvTranspose2d(C, C, 2, 2),
+           conv(2 * C, 8)), 1,
+    ),
+    "twice": (Of(twice, conv(C), conv(3 * C, 8)), 1),
+    "other order": (Of(in_other_order, conv(C, 2 * C), conv(2 * C, 8)), 1),
+    "many": (Of(of_many, *(conv(C) for _ in range(11)), conv(11 * C, 8)), 0),
+    "two": (Of(in_two, conv(C), conv(C), conv(2 * C, 8), conv(3 * C, 8)), 1),
+    "odd": (Of(odd, conv(C, 5), conv(C, 11), conv(C, 8)), 1),
+    "depthwise": (Of(by_depthwise, conv(C), conv(C, C, 3, 1, C), conv(C), conv(2 * C, 8)), 1),
+    "half": (Of(one_half, conv(C, 2 * C), conv(2 * C, 8)), 1),
+}  # fmt: skip
+
+
+def image(channels=3, seed=1):
+    return torch.randn(2, channels, 60, 84, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@torch.no_grad()
+def test_results_are_written_where_they_are_joined(st, asked, name):
+    dense, copies = SHAPES[name]
+    dense = copy.deepcopy(dense).eval()
+    sparse = st.sparsify(dense, 16)
+    sparse.break_even = 2.0
+    for seed in range(4):
+        x = image(seed=seed)
+        on, mask = networks.blocks((2, 60, 84), 16, 0.4, seed)
+        asked.clear()
+        expected = networks.oracle(dense, x, on, 16)
+        assert_near(sparse(x, mask), expected, "float32")
+        if seed > 1:
+            assert asked.count("stack_concat") == copies, asked
+    assert sparse._joins.places or copies
+
+
+def writes_to_a_result(x, a, last):
+    y = a(x)
+    joined = torch.cat([y, x], 1)
+    y.relu_()
+    x.mul_(3)
+    return last(joined) + y + x
+
+
+def writes_to_what_was_joined(x, a, last):
+    y = a(x)
+    joined = torch.cat([y, x], 1)
+    _ = joined.sum(1)
+    joined.mul_(2)
+    return last(joined) + y + x
+
+
+def writes_to_a_part(x, a, last):
+    y = a(x)
+    joined = torch.cat([y, x], 1)
+    _ = joined.sum(1)
+    joined[:, :C].mul_(2)
+    return last(joined) + y + x
+
+
+def writes_before(x, a, last):
+    y = a(x)
+    y = y + 0 * y.mean()
+    x.mul_(3)
+    return last(torch.cat([y, x], 1)) + x
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [writes_to_a_result, writes_to_what_was_joined, writes_to_a_part, writes_before],
+)
+@torch.no_grad()
+def test_what_is_written_in_place_is_that_alone(st, asked, forward):
+    """On a full mask: the oracle zeroes what a view sees, too."""
+    dense = Of(forward, conv(C), conv(2 * C, C)).eval()
+    sparse = st.sparsify(dense, 16)
+    sparse.break_even = 2.0
+    for seed in range(3):
+        x = image(seed=seed)
+        assert_near(sparse(x, torch.ones(2, 60, 84)), dense(x), "float32")
+
+
+class Chooses(nn.Module):
+    """Joins other results in each call, in another order, of other channels, or none."""
+
+    def __init__(self):
+        super().__init__()
+        self.convs = nn.ModuleList(conv(3 if k == 0 else C) for k in range(4))
+        self.wide, self.last, self.kind = conv(C, 2 * C), conv(4 * C, 8), 0
+
+    def forward(self, x):
+        a = torch.relu(self.convs[0](x))
+        b = self.wide(a)[:, :C] if self.kind == 4 else self.convs[1](a)
+        c, d = self.convs[2](b), self.convs[3](b)
+        order = ([a, b, c, d], [d, c, b, a], [a, a, d, b], [c, c + d, b, a], [b, d, c, a])
+        if self.kind == 5:
+            return a + b + c + d
+        return self.last(torch.cat(order[self.kind], 1))
+
+
+@torch.no_grad()
+def test_calls_that_join_others_are_right(st, asked):
+    """What was learned of one call is but a hint in the next one."""
+    dense = Chooses().eval()
+    sparse = st.sparsify(dense, 16)
+    sparse.break_even = 2.0
+    x = image()
+    for number, kind in enumerate([0, 0, 1, 0, 2, 3, 3, 0, 4, 1, 4, 4, 5, 0, 5, 5, 2, 0]):
+        dense.kind = kind
+        on, mask = networks.blocks((2, 60, 84), 16, 0.4, number)
+        assert_near(sparse(x, mask), networks.oracle(dense, x, on, 16), "float32")
+
+
+@torch.no_grad()
+def test_sizes_and_threads_share_what_was_learned(st, asked):
+    dense = copy.deepcopy(SHAPES["dense block"][0]).eval()
+    sparse = st.sparsify(dense, 16)
+    sparse.break_even = 2.0
+    results = {}
+
+    def call(seed):
+        size = (60, 84) if seed % 2 else (32, 48)
+        x = torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(seed))
+        on, mask = networks.blocks((2, *size), 16, 0.4, seed)
+        with torch.no_grad():
+            results[seed] = sparse(x, mask), networks.oracle(dense, x, on, 16)
+
+    for seed in range(4):
+        call(seed)
+    threads = [threading.Thread(target=call, args=(seed,)) for seed in range(4, 10)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 10
+    for result, expected in results.values():
+        assert_near(result, expected, "float32")
+
+
+@torch.no_grad()
+def test_what_was_learned_is_forgotten_in_training_and_not_copied(st, asked):
+    sparse = st.sparsify(copy.deepcopy(SHAPES["parts"][0]).eval(), 16)
+    sparse.break_even = 2.0
+    x, mask = image(), networks.blocks((2, 60, 84), 16, 0.4)[1]
+    before = sparse(x, mask)
+    assert sparse._joins.places and not copy.deepcopy(sparse)._joins.places
+    sparse.train()
+    assert not sparse._joins.places
+    assert torch.equal(sparse.eval()(x, mask), before)
+
+
+def test_gradients_are_recorded_of_whole_stacks(st, asked):
+    dense = copy.deepcopy(SHAPES["parts"][0]).eval()
+    sparse = st.sparsify(dense, 16)
+    sparse.break_even = 2.0
+    x, (on, mask) = image(), networks.blocks((2, 60, 84), 16, 0.4)
+    with torch.no_grad():
+        for _ in range(2):
+            sparse(x, mask)
+    result = sparse(x, mask)
+    assert result.requires_grad and not sparse._joins.places
+    assert_near(result.detach(), networks.oracle(dense, x, on, 16).detach(), "float32")
