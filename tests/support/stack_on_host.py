@@ -296,7 +296,8 @@ class ConvCase:
         given_out = out if self.beside is None else whole.reshape(-1)[ahead:]
         clear_rows = self.clears(clear_rows)
         given = [stored(array, self.element) for array in (x, w, residual)]
-        launch(given[0], given[1], scale, bias, given[2] if self.residual else None, table, given_out)
+        added = given[2] if self.residual else None
+        launch(given[0], given[1], scale, bias, added, table, given_out)
         np.testing.assert_array_equal(loaded(out[:count], self.element), self.expected())
         before[:count, ..., own] = out[:count]
         before[count:] = 0 if clear_rows else before[count:]

@@ -77,7 +77,8 @@ def prepare_stack_concat(
         kernels.THREADS,
         MOST_INPUTS + 2,
         (
-            rows, *block, *vectors, *empty, *steps, *empty, *places, *empty, pitch_out * itemsize // width,
+            rows, *block, *vectors, *empty, *steps, *empty, *places, *empty,
+            pitch_out * itemsize // width,
             *(sum(1 << k for k in which) for which in (unfolded, enlarged)), *factors,
             int(clear_rows),
         ),

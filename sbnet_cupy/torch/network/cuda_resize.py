@@ -15,9 +15,9 @@ _PLANS = {}  # (device, what, sizes) -> what launches a kernel, or None
 
 
 def concat(stacks, table, unfolded=(), enlarged=(), factors=(1, 1)):
-    """Join stacks along channels by kernels; return (the result, whether it shares memory), or None.
+    """Join stacks along channels; return (the result, whether it shares memory), or None.
 
-    It shares memory with stacks that were made in their place in it: see ``joins``.
+    It shares memory with stacks that were written to their place in it: see ``joins``.
 
     Parameters
     ----------

@@ -74,9 +74,9 @@ class Joins:
                     parts.add((begin + first, begin + first + channels))
             for root, (shift, parts) in covered.items():
                 aligned = all(n % lanes == 0 for n in (shift, width, self._widths[root]))
-                if root != number and aligned and _covers(parts, self._widths[root]):
-                    if root not in self._apart:
-                        self._parents[root] = number, shift
+                whole = aligned and _covers(parts, self._widths[root])
+                if whole and root != number and root not in self._apart:
+                    self._parents[root] = number, shift
             self._find_places()
 
     def _note_width(self, number, width):
@@ -228,7 +228,7 @@ def _fits(whole, like, block, channels):
 
 
 def channels_of(whole, first, count):
-    """Return channels of a stack as a tensor that is no view, so that it may be written in place."""
+    """Return channels of a stack: as no view, so that it may be written in place."""
     shape, at = (whole.shape[0], count, *whole.shape[2:]), whole.storage_offset() + first
     return whole.new_empty(0).set_(whole.untyped_storage(), at, shape, whole.stride())
 

@@ -413,8 +413,8 @@ class SparseModel(Report, nn.Module):
     def __getstate__(self):
         state = super().__getstate__()  # without what compile() made of the module
         state.update(
-            _weights=Weights(), _joins=Joins(), _replays=Replays(), _tapes=Tapes(), _traces=Traces(),
-            _training_replays=training_replay.TrainingReplays(),
+            _weights=Weights(), _joins=Joins(), _replays=Replays(), _tapes=Tapes(),
+            _traces=Traces(), _training_replays=training_replay.TrainingReplays(),
             _compiled=None, _last=None, _reaches={},
         )  # fmt: skip
         return state
