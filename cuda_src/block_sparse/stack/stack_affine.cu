@@ -5,25 +5,26 @@
 // Python: sbnet_cupy/block_sparse/stack/stack_affine.py, which launches it
 // A thread computes V channels of a pixel. Arithmetic is in float, and rounded once: to the dtype of y, which may be wider
 // than that of x, as the residual's may; rounded is y in another dtype, L, beside it, for convolutions that read it so.
-// PRELU is a leaky relu with a slope of each channel, which is read.
+// PRELU is a leaky relu with a slope of each channel, which is read. PITCHED: x and the residual may be some channels of other
+// stacks, whose pixels have more of them.
 #include "block_sparse/stack/stack_channels.cuh"
 #include "core/async_copy.cuh"
 #include "dense/activation.cuh"
 
 constexpr int PRELU = 8;  // after those of activation.cuh
 
-template <typename T, typename S, typename R, typename Y, typename L, int V, bool PER_IMAGE, int ACTIVATION>
+template <typename T, typename S, typename R, typename Y, typename L, int V, bool PER_IMAGE, int ACTIVATION, bool PITCHED>
 __global__ void __launch_bounds__(256)
-    stack_affine(const T* __restrict__ x,             // [M, pixels, C]
+    stack_affine(const T* __restrict__ x,             // [M, pixels, C], its pixels pitch_in elements apart
                  const S* __restrict__ scale,         // [C] or [N, C], or null: 1
                  const S* __restrict__ shift,         // the same, or null: 0
-                 const R* __restrict__ residual,      // [M, pixels, C], or null
+                 const R* __restrict__ residual,      // the same, pitch_added apart, or null
                  const float* __restrict__ slopes,    // [C], of PRELU
                  const int* __restrict__ bin_counts,  // [1]
                  const int* __restrict__ indices,     // [M, 3]
                  Y* __restrict__ y,                   // [M, pixels, C]
                  L* __restrict__ rounded,             // [M, pixels, C], or null
-                 i64 M, i64 N, i64 pixels, i64 C, i64 settled) {
+                 i64 M, i64 N, i64 pixels, i64 C, i64 settled, i64 pitch_in, i64 pitch_added) {
     const i64 vectors = C / V, of_row = pixels * vectors;
     begin_launch(settled);
     const i64 all = clamp(*bin_counts, 0, M) * of_row;
@@ -35,14 +36,17 @@ __global__ void __launch_bounds__(256)
         Channels<R, V> add_to;
         Channels<Y, V> result;
         Channels<L, V> low;
-        values.load(x + i * V);
+        if constexpr (!PITCHED) values.load(x + i * V);
         Channels<float, V> slope;
-        i64 at = i - divide(i, vectors) * vectors;
+        const i64 pixel = divide(i, vectors);
+        i64 at = i - pixel * vectors;
+        const i64 added = PITCHED ? pixel * pitch_added + at * V : i * V;
+        if constexpr (PITCHED) values.load(x + pixel * pitch_in + at * V);
         if constexpr (ACTIVATION == PRELU) slope.load(slopes + at * V);
         if constexpr (PER_IMAGE) at += clamp(indices[divide(i, of_row) * 3], 0, N - 1) * vectors;
         if (scale) factors.load(scale + at * V);
         if (shift) sums.load(shift + at * V);
-        if (residual) add_to.load(residual + i * V);
+        if (residual) add_to.load(residual + added);
 #pragma unroll
         for (int e = 0; e < V; ++e) {
             float value = __fmaf_rn(values.get(e), scale ? factors.get(e) : 1.0f, shift ? sums.get(e) : 0.0f);

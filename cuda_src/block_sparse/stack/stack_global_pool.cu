@@ -3,7 +3,7 @@
 // over the pixels (i, j) of the image in the active blocks m of image n; the maximum counts 0 where a pixel of the image
 // is in no active block. An image without pixels gives 0. With WINDOWS there is one result for each of the P x Q windows
 // of adaptive pooling, y[n, p, q, c]: window p has lines floor(p * H / P) to ceil((p + 1) * H / P), and the divisor is
-// the number of its pixels.
+// the number of its pixels. x may be some channels of another stack, whose pixels have more of them.
 // Source: global and adaptive pooling on images that are 0 outside of the active blocks.
 // Python: sbnet_cupy/block_sparse/stack/stack_global_pool.py; launched by stack_pool_launch.py
 // Launch: a thread block of 256 threads for each image, or window, each LANES vectors of channels, and each of `parts`
@@ -91,13 +91,13 @@ DEVICE int before_mine(int mine, int* counts, int& total) {
 
 template <typename T, typename V, int LANES, int MODE, int CLUSTER, bool WINDOWS>
 __global__ void __launch_bounds__(POOL_THREADS, 2)
-    stack_global_pool(const V* __restrict__ x,             // [M, bh, bw, width]
+    stack_global_pool(const V* __restrict__ x,             // [M, bh, bw, width], its pixels pitch_in vectors apart
                       const int* __restrict__ bin_counts,   // [1]
                       const int* __restrict__ grid,         // [N, GH, GW]
                       typename ComputeOf<T>::type* __restrict__ sums_of_parts,  // [N, P, Q, parts, channels], or null
                       T* __restrict__ y,                    // [N, P, Q, channels]
                       i64 M, i64 N, i64 GH, i64 GW, i64 width, i64 bh, i64 bw, i64 H, i64 W, i64 P, i64 Q, i64 parts,
-                      double divisor, i64 settled) {
+                      double divisor, i64 settled, i64 pitch_in) {
     using C = typename ComputeOf<T>::type;
     using Parts = Cluster<CLUSTER>;
     constexpr int COUNT = Elements<T, V>::COUNT, GROUPS = POOL_THREADS / LANES, AT_ONCE = 4;
@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(POOL_THREADS, 2)
                         const int line = pixel / BW;
                         inside[a] = is_among<WINDOWS>(line, block.lines) && is_among<WINDOWS>(pixel - line * BW, block.columns);
                     }
-                    if (inside[a]) values[a] = stack[(static_cast<i64>(block.row) * pixels + pixel) * width + v];
+                    if (inside[a]) values[a] = stack[(static_cast<i64>(block.row) * pixels + pixel) * pitch_in + v];
                 }
 #pragma unroll
                 for (int a = 0; a < AT_ONCE; ++a) {

@@ -2,7 +2,8 @@
 //   y[m, p, q, c] = x at (s(p), s(q)) of the image of block m, c,   s(p) = (p + before) * step - after
 // with p and q counted from the corner of the image, and s clamped to it: the pixel at floor(s), or the mean of the two
 // pixels around s along each axis, in the shares of their nearness. Pixels in no active block are 0. Rows that are no
-// block are 0; rows past the count are not written, or become 0. With IMAGES x is not a stack, but small images.
+// block are 0; rows past the count are not written, or become 0. With IMAGES x is not a stack, but small images. PITCHED: x
+// and y may be some channels of other stacks, whose pixels have more of them.
 // Source: PyTorch's interpolate on images that are 0 outside of the active blocks. Positions are in float, as there.
 // Python: sbnet_cupy/block_sparse/stack/stack_interpolate.py
 // Launch: persistent grid of 256 threads; a thread block takes tiles of `lines` x `columns` pixels of y, 256 at most;
@@ -12,7 +13,8 @@
 //         vector: where y is larger, lines in a row lie between the same pixels of x, which are loaded and mixed across once.
 //         Vectors of a line are written in the order of memory.
 //         Where channels make no wide vectors and y is larger, stack_interpolate_lines mixes each line of x across once, in
-//         shared memory, whatever pixel its numbers belong to; lines of y are mixed of these, and written, 16 bytes at a time.
+//         shared memory, whatever pixel its numbers belong to; lines of y are mixed of these, and written, 16 bytes at a time,
+//         or, of a y that is a part of another stack, the widest vectors of a pixel.
 #include "block_sparse/stack/block_table.cuh"
 #include "core/async_copy.cuh"
 
@@ -59,16 +61,16 @@ DEVICE void load_numbers(float (&numbers)[COUNT], const float* from) {
 }
 
 // Tiles of whole lines: the sums are those of the kernel below, in the same order.
-template <typename T, typename V>
+template <typename T, typename V, bool PITCHED>
 __global__ void __launch_bounds__(THREADS, 4)
-    stack_interpolate_lines(const T* __restrict__ x,              // [M, bh, bw, C]
+    stack_interpolate_lines(const T* __restrict__ x,              // [M, bh, bw, C], its pixels pitch_in elements apart
                             const int* __restrict__ bin_counts,   // [1]
                             const int* __restrict__ indices,      // [M, 3]
                             const int* __restrict__ grid,         // [N, GH, GW]
-                            V* __restrict__ y,                    // [M, ph, pw * C / COUNT]
+                            V* __restrict__ y,                    // [M, ph, pw * C / COUNT], `width` vectors side by side
                             i64 M, i64 N, i64 GH, i64 GW, i64 C, i64 bh, i64 bw, i64 H, i64 W, i64 ph, i64 pw,
                             double step_h, double step_w, double before, double after, i64 lines, i64 old_lines,
-                            i64 old_columns, i64 settled, i64 clear_rows) {
+                            i64 old_columns, i64 settled, i64 clear_rows, i64 pitch_in, i64 pitch_out, i64 width) {
     constexpr int COUNT = Elements<T, V>::COUNT;
     const auto narrow = [](i64 value) { return static_cast<int>(value); };
     const int old_h = narrow(bh), old_w = narrow(bw), new_h = narrow(ph), new_w = narrow(pw), channels = narrow(C);
@@ -83,7 +85,8 @@ __global__ void __launch_bounds__(THREADS, 4)
     const BlockTable table{indices, grid, narrow(N), narrow(GH), narrow(GW), rows};
     const float lead = static_cast<float>(before), back = static_cast<float>(after);
     const float step_down = static_cast<float>(step_h), step_across = static_cast<float>(step_w);
-    const Divisor by_channels(channels), by_line(vectors);
+    const int side_by_side = PITCHED ? narrow(width) : vectors;
+    const Divisor by_channels(channels), by_line(vectors), by_width(side_by_side);
     const i64 all = static_cast<i64>(rows) * tiles;
     for (i64 tile = blockIdx.x; tile < all; tile += gridDim.x) {
         const int of_row = narrow(tile) / tiles, p0 = (narrow(tile) - of_row * tiles) * tall, its_lines = min(tall, new_h - p0);
@@ -111,23 +114,27 @@ __global__ void __launch_bounds__(THREADS, 4)
         if (!waited) dependent_wait();
         waited = true;
         const T* const stack = loaded_later(x);
+        const int apart_in = PITCHED ? narrow(pitch_in) : channels;
         for (int e = thread; e < line; e += THREADS) {
             const int q = by_channels.of(e), c = e - q * channels;
             const Between at = acrosses[q];
 #pragma unroll 4
             for (int r = 0; r < its_old; ++r) {
                 const int first = from[r * wide + at.low], second = from[r * wide + at.high];
-                const T low = first < 0 ? zero<T>() : stack[static_cast<i64>(first) * channels + c];
-                const T high = second < 0 ? zero<T>() : stack[static_cast<i64>(second) * channels + c];
+                const T low = first < 0 ? zero<T>() : stack[static_cast<i64>(first) * apart_in + c];
+                const T high = second < 0 ? zero<T>() : stack[static_cast<i64>(second) * apart_in + c];
                 means[r * line + e] = mix(to_compute<float>(low), to_compute<float>(high), at.share);
             }
         }
         __syncthreads();
-        V* const to = y + (static_cast<i64>(of_row) * new_h + p0) * vectors;
+        const i64 apart = PITCHED ? vectors / side_by_side * pitch_out : vectors;  // from a line of y to the next
+        V* const to = y + (static_cast<i64>(of_row) * new_h + p0) * apart;
         // The vectors of a line, and if these are few, parts of the lines, are shared out.
         const int parts = max(1, min(its_lines, THREADS / vectors)), part = ceil_div(its_lines, parts);
         for (int i = thread; i < vectors * parts; i += THREADS) {
             const int number = by_line.of(i), v = i - number * vectors, end = min(its_lines, (number + 1) * part);
+            const int pixel = PITCHED ? by_width.of(v) : 0;  // or 0 where all of a line lies side by side
+            const i64 in_line = PITCHED ? pixel * pitch_out + v - pixel * side_by_side : v;
             float first[COUNT], second[COUNT];
             int above = -1, below = -1;
             for (int l = number * part; l < end; ++l) {
@@ -138,7 +145,7 @@ __global__ void __launch_bounds__(THREADS, 4)
                 Elements<T, V> result;
 #pragma unroll
                 for (int e = 0; e < COUNT; ++e) result.element[e] = from_compute<T>(mix(first[e], second[e], at.share));
-                to[static_cast<i64>(l) * vectors + v] = result.vector;
+                to[l * apart + in_line] = result.vector;
             }
         }
         __syncthreads();  // all of it may be written again
@@ -150,16 +157,16 @@ __global__ void __launch_bounds__(THREADS, 4)
     }
 }
 
-template <typename T, typename V, bool LINEAR, bool IMAGES>
+template <typename T, typename V, bool LINEAR, bool IMAGES, bool PITCHED>
 __global__ void __launch_bounds__(THREADS, 3)
-    stack_interpolate(const V* __restrict__ x,             // [M, bh, bw, width], or [N, H, W, width]
+    stack_interpolate(const V* __restrict__ x,             // [M, bh, bw, width], pixels pitch_in apart, or [N, H, W, width]
                       const int* __restrict__ bin_counts,   // [1]
                       const int* __restrict__ indices,      // [M, 3]
                       const int* __restrict__ grid,         // [N, GH, GW]
-                      V* __restrict__ y,                    // [M, ph, pw, width]
+                      V* __restrict__ y,                    // [M, ph, pw, width], its pixels pitch_out vectors apart
                       i64 M, i64 N, i64 GH, i64 GW, i64 width, i64 bh, i64 bw, i64 H, i64 W, i64 ph, i64 pw,
                       double step_h, double step_w, double before, double after, i64 lines, i64 columns, i64 settled,
-                      i64 clear_rows) {
+                      i64 clear_rows, i64 pitch_in, i64 pitch_out) {
     constexpr int COUNT = Elements<T, V>::COUNT, SIDE = LINEAR ? 2 : 1;
     __shared__ Around<SIDE> around[THREADS];  // each pixel of the tile
     const auto narrow = [](i64 value) { return static_cast<int>(value); };
@@ -201,7 +208,9 @@ __global__ void __launch_bounds__(THREADS, 3)
         if (!waited) dependent_wait();
         waited = true;
         const V* const stack = loaded_later(x);
-        V* const to = y + (static_cast<i64>(of_row) * size + static_cast<i64>(p0) * new_w + q0) * width;
+        const i64 apart_in = PITCHED ? pitch_in : width;
+        const i64 apart = PITCHED ? pitch_out : width;
+        V* const to = y + (static_cast<i64>(of_row) * size + static_cast<i64>(p0) * new_w + q0) * apart;
         // The vectors of a line, and if these are few, parts of the lines, are shared out.
         const int items = its_columns * vectors, parts = max(1, min(its_lines, THREADS / items)), part = ceil_div(its_lines, parts);
         for (int i = thread; i < items * parts; i += THREADS) {
@@ -223,7 +232,7 @@ __global__ void __launch_bounds__(THREADS, 3)
                     for (int r = 0; r < SIDE; ++r)
 #pragma unroll
                         for (int s = 0; s < SIDE; ++s)
-                            values[r][s].vector = from[r][s] < 0 ? zero<V>() : stack[from[r][s] * width + v];
+                            values[r][s].vector = from[r][s] < 0 ? zero<V>() : stack[from[r][s] * apart_in + v];
                     if constexpr (LINEAR) {
 #pragma unroll
                         for (int e = 0; e < COUNT; ++e)
@@ -239,7 +248,7 @@ __global__ void __launch_bounds__(THREADS, 3)
 #pragma unroll
                     for (int e = 0; e < COUNT; ++e) result.element[e] = from_compute<T>(mix(across[0][e], across[1][e], its.down));
                 }
-                to[static_cast<i64>(line) * new_w * width + item] = result.vector;
+                to[static_cast<i64>(line) * new_w * apart + (PITCHED ? column * apart + v : item)] = result.vector;
             }
         }
         __syncthreads();  // the table of pixels may be written again

@@ -2,7 +2,7 @@
 //   y[m, p, q, c] = max x at (p * SH - top + r * DH, q * SW - left + s * DW) of block m, c
 // over the pixels of the image in the window, and, if asked for, 0 for those around it; those in no active block are 0.
 // NaN is larger than all. A window without a pixel of the image gives 0, and so do rows that are no block. Rows past the
-// count are not written, or become 0.
+// count are not written, or become 0. PITCHED: x and y may be some channels of other stacks, whose pixels have more.
 // Source: max pooling on images that are 0 outside of the active blocks.
 // Python: sbnet_cupy/block_sparse/stack/stack_max_pool.py; launched by stack_pool_launch.py
 // Launch: persistent grid of 256 threads; a thread takes a vector of channels of one window at a time.
@@ -61,18 +61,19 @@ struct Maximum {
     DEVICE V result(i64) const { return best; }
 };
 
-template <typename T, typename V, int KR, int KS>
+template <typename T, typename V, int KR, int KS, bool PITCHED>
 __global__ void __launch_bounds__(POOL_THREADS, pool_blocks(KR * KS))
-    stack_max_pool(const V* __restrict__ x,            // [M, bh, bw, width]
+    stack_max_pool(const V* __restrict__ x,            // [M, bh, bw, width], its pixels pitch_in vectors apart
                    const int* __restrict__ bin_counts,  // [1]
                    const int* __restrict__ indices,     // [M, 3]
                    const int* __restrict__ grid,        // [N, GH, GW]
-                   V* __restrict__ y,                   // [M, ph, pw, width]
+                   V* __restrict__ y,                   // [M, ph, pw, width], its pixels pitch_out vectors apart
                    i64 M, i64 N, i64 GH, i64 GW, i64 width, i64 bh, i64 bw, i64 H, i64 W, i64 ph, i64 pw, i64 R, i64 S,
-                   i64 SH, i64 SW, i64 DH, i64 DW, i64 top, i64 left, i64 zeros_around, i64 settled, i64 clear_rows) {
+                   i64 SH, i64 SW, i64 DH, i64 DW, i64 top, i64 left, i64 zeros_around, i64 settled, i64 clear_rows,
+                   i64 pitch_in, i64 pitch_out) {
     const auto narrow = [](i64 value) { return static_cast<int>(value); };
     const Pooling g{narrow(width), narrow(bh), narrow(bw), narrow(H),  narrow(W),   narrow(ph),   narrow(pw), narrow(R),
                     narrow(S),     narrow(SH), narrow(SW), narrow(DH), narrow(DW), narrow(top), narrow(left), 0, 0,
-                    zeros_around ? IN_NO_BLOCK : OUTSIDE};
-    pool_windows<KR, KS>(x, bin_counts, indices, grid, y, M, N, GH, GW, g, settled, clear_rows, Maximum<T, V>{});
+                    zeros_around ? IN_NO_BLOCK : OUTSIDE, narrow(pitch_in), narrow(pitch_out)};
+    pool_windows<KR, KS, PITCHED>(x, bin_counts, indices, grid, y, M, N, GH, GW, g, settled, clear_rows, Maximum<T, V>{});
 }

@@ -19,11 +19,12 @@ struct Pooling {
     int R, S, SH, SW, DH, DW;  // window, strides, dilation
     int top, left, bottom, right;
     int outside = OUTSIDE;  // what pixels around the image are
+    int pitch_in = 0, pitch_out = 0;  // vectors from a pixel of x to the next, and of y, if PITCHED
 };
 
-// A vector of y: of pixel (p, q) of the block in a row of the stack.
+// A vector of y: of pixel (p, q) of the block in a row of the stack, which is the stack's pixel `pixel`.
 struct Pooled {
-    int row, p, q, v;
+    int row, p, q, v, pixel;
     BlockTable::Block block;
 };
 
@@ -50,7 +51,7 @@ struct Windows {
         const int in_block = number - rows * g.ph * g.pw;
         const int p = g.ph * g.pw <= 1 << 16 ? line.of(in_block) : in_block / g.pw;
         const int row = static_cast<int>(row0) + rows;
-        return Pooled{row, p, in_block - p * g.pw, v - pixels * g.width, table.block(row)};
+        return Pooled{row, p, in_block - p * g.pw, v - pixels * g.width, static_cast<int>(pixel0) + pixels, table.block(row)};
     }
     // The pixel of x at (y, x) from the corner of a block, or IN_NO_BLOCK, or what pixels around the image are.
     DEVICE int find(const Pooled& to, int y, int x) const {
@@ -69,8 +70,9 @@ struct Windows {
 // `result` makes of it. Template arguments R and S are the window's, or 0 where it is known when the kernel runs.
 //   Window      what a window's pixels are gathered in: begin(to), visit(V, number of the tap), result(vector of y) -> V
 //   settled     no kernel ahead that may still run writes the table
-//   clear_rows  rows of y past the count become 0
-template <int R, int S, typename V, typename Window>
+//   clear_rows  rows of y past the count become 0: of a y that is no part of another stack
+//   PITCHED     x and y may be parts of other stacks, whose pixels have more channels
+template <int R, int S, bool PITCHED = false, typename V, typename Window>
 DEVICE void pool_windows(const V* __restrict__ x, const int* __restrict__ bin_counts, const int* __restrict__ indices,
                          const int* __restrict__ grid, V* __restrict__ y, i64 M, i64 N, i64 GH, i64 GW, const Pooling& g,
                          bool settled, bool clear_rows, Window window) {
@@ -91,9 +93,10 @@ DEVICE void pool_windows(const V* __restrict__ x, const int* __restrict__ bin_co
     for (i64 i0 = static_cast<i64>(blockIdx.x) * POOL_THREADS; i0 < all; i0 += static_cast<i64>(gridDim.x) * POOL_THREADS) {
         if (i0 + threadIdx.x >= all) break;
         const Pooled to = windows.at(i0);
+        const i64 at = PITCHED ? static_cast<i64>(to.pixel) * g.pitch_out + to.v : i0 + threadIdx.x;
         if (to.block.n < 0) {
             wait();
-            y[i0 + threadIdx.x] = zero<V>();
+            y[at] = zero<V>();
             continue;
         }
         const int h0 = to.p * g.SH - g.top, w0 = to.q * g.SW - g.left;
@@ -108,20 +111,21 @@ DEVICE void pool_windows(const V* __restrict__ x, const int* __restrict__ bin_co
             }
             wait();
             const V* const pixels = loaded_later(x);
+            const int apart = PITCHED ? g.pitch_in : g.width;
 #pragma unroll
             for (int t0 = 0; t0 < TOGETHER; t0 += LOADED) {
                 V values[LOADED];
 #pragma unroll
                 for (int t = t0; t < t0 + LOADED && t < TOGETHER; ++t) {
                     values[t - t0] = zero<V>();
-                    if (from[t] >= 0) values[t - t0] = pixels[static_cast<i64>(from[t]) * g.width + to.v];
+                    if (from[t] >= 0) values[t - t0] = pixels[static_cast<i64>(from[t]) * apart + to.v];
                 }
 #pragma unroll
                 for (int t = t0; t < t0 + LOADED && t < TOGETHER; ++t)
                     if (from[t] != OUTSIDE) its.visit(values[t - t0], first + t);
             }
         }
-        y[i0 + threadIdx.x] = its.result(i0 + threadIdx.x);
+        y[at] = its.result(i0 + threadIdx.x);
     }
     wait();
     if (clear_rows) clear_rest<false>(y, all, M * g.ph * g.pw * g.width);

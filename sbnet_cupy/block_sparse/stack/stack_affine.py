@@ -9,14 +9,15 @@ For what runs networks on a stack. Kernel: cuda_src/block_sparse/stack/stack_aff
 x, residual and out are stacks, as in stack_launch.py, of which the last two may have a wider dtype;
 scale and shift are ``[C]``, or ``[N, C]`` of each image; slopes, of a PReLU, are float32 ``[C]``;
 rounded is the result in one more dtype. All but x and out may be None. Rows of results past the
-count are not written, and pixels outside their image may hold anything.
+count are not written, and pixels outside their image may hold anything. x and the residual may be
+some channels of other stacks: ``part_of`` and ``added_part_of`` of StackAffine.
 """
 
 import math
 from typing import NamedTuple
 
 from ...core import launch as kernels
-from . import channel_vectors
+from ...core.arrays import vector_bytes
 
 PRELU = 8  # as in stack_affine.cu: what is below 0 times the slope of its channel
 
@@ -36,9 +37,20 @@ class StackAffine(NamedTuple):
     channels: int
     per_image: bool
     activation: int  # as in activation.cuh, or PRELU
-    alignment: int = 16  # bytes of which all addresses are multiples
+    alignment: int = 16  # bytes of x that are as many elements as all addresses are multiples of
+    part_of: int | None = None  # channels of the stack of which x is a part, if it is one
+    added_part_of: int | None = None  # those of which the residual is a part
 
-    vector = channel_vectors.elements  # channels of a thread
+    @property
+    def pitches(self):
+        """Channels from a pixel to the next, of x and of the residual."""
+        return self.part_of or self.channels, self.added_part_of or self.channels
+
+    @property
+    def vector(self):
+        """Channels of a thread."""
+        sizes = (c * self.element_bytes for c in (self.channels, *self.pitches))
+        return vector_bytes(self.alignment, *sizes) // self.element_bytes
 
 
 def prepare_stack_affine(affine, settled=False):
@@ -53,12 +65,14 @@ def prepare_stack_affine(affine, settled=False):
         (
             affine.element, affine.scale_element, affine.residual_element, affine.out_element,
             affine.rounded_element, affine.vector, affine.per_image, affine.activation,
+            affine.part_of is not None or affine.added_part_of is not None,
         ),
         -(-vectors // kernels.THREADS),
         kernels.THREADS,
         9,
         (
             affine.rows, affine.images, math.prod(affine.block), affine.channels, int(settled),
+            *affine.pitches,
         ),
         persistent=True,
         dependent=True,

@@ -156,19 +156,23 @@ def prepare_stack_interpolate(
     Parameters
     ----------
     pool : StackPool
-        ``block`` and ``image`` of x, ``block_out`` of out; its window is not used.
+        ``block`` and ``image`` of x, ``block_out`` of out; its window is not used. Both stacks may
+        be parts of others.
     mode : str
         "nearest", "nearest-exact", "bilinear", or "bilinear corners", which keeps the centres of
         the first and last pixels.
     steps : (float, float)
         How many pixels of x there are for each of out, along both axes.
+    clear_rows : bool
+        Whether rows past the count become 0: of an out that is no part of another stack.
     of_images : bool
-        Whether x is not a stack, but images ``[N, H, W, C]``.
+        Whether x is not a stack, but images ``[N, H, W, C]``, and neither it nor out is a part.
 
     The launch takes x, bin_counts, active_block_indices, grid and out.
     """
     if not pool.fits:
         return None
+    assert not (clear_rows and pool.out_part_of), "rows of a part are not cleared"
     numbers = (*map(float, steps), *_OFFSETS[mode])
     if mode.startswith("bilinear") and not of_images:
         launch = _prepare_lines(pool, numbers, settled, clear_rows)
@@ -184,13 +188,17 @@ def prepare_stack_interpolate(
     return kernels.prepare(
         "block_sparse/stack/stack_interpolate",
         "stack_interpolate",
-        (pool.element, f"Bytes<{pool.vector}>::type", mode.startswith("bilinear"), of_images),
+        (
+            pool.element, f"Bytes<{pool.vector}>::type", mode.startswith("bilinear"), of_images,
+            pool.is_pitched,
+        ),
         pool.rows * -(-height // lines) * -(-width // columns),
         kernels.THREADS,
         5,
         (
             pool.rows, pool.images, *pool.grid, pool.vectors, *pool.block, *pool.image,
             *pool.block_out, *numbers, lines, columns, int(settled), int(clear_rows),
+            *pool.steps,
         ),
         persistent=True,
         dependent=True,
@@ -212,18 +220,22 @@ def _prepare_lines(pool, numbers, settled, clear_rows):
     shared = 4 * (means + 3 * (lines + width) + old_lines * old_columns)
     if shared > _MOST_SHARED:
         return None
-    vector = vector_bytes(line * pool.element_bytes, pool.alignment)
+    # The vectors that lie side by side in out: those of a line, or of a pixel of a part.
+    width, pitch_out = (pool.channels, pool.out_part_of) if pool.out_part_of else (line, line)
+    sizes = (c * pool.element_bytes for c in (width, pitch_out))
+    vector = max(vector_bytes(pool.alignment, *sizes), pool.element_bytes)
+    each = vector // pool.element_bytes
     return kernels.prepare(
         "block_sparse/stack/stack_interpolate",
         "stack_interpolate_lines",
-        (pool.element, f"Bytes<{max(vector, pool.element_bytes)}>::type"),
+        (pool.element, f"Bytes<{vector}>::type", pool.is_pitched),
         pool.rows * -(-height // lines),
         kernels.THREADS,
         5,
         (
             pool.rows, pool.images, *pool.grid, pool.channels, *pool.block, *pool.image,
             *pool.block_out, *numbers, lines, old_lines, old_columns, int(settled),
-            int(clear_rows),
+            int(clear_rows), pool.pitches[0], pitch_out // each, width // each,
         ),
         shared=shared,
         persistent=True,

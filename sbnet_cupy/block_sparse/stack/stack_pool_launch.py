@@ -11,6 +11,10 @@
     run(x, bin_counts, active_block_indices, grid, out)                       out: [N, C], or
                                                       [N, P, Q, C] of windows of adaptive pooling
 
+x may be some channels of another stack, and so may out, but where choices are told or made use of,
+or images pooled: ``part_of`` and ``out_part_of`` of StackPool. ``clear_rows`` clears the rows past
+the count of an out that is no such part.
+
 ``settled`` promises that no kernel that may still run writes the table. Each returns
 None where sizes are too large for the kernels.
 """
@@ -21,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...core import launch as kernels
-from ...core.arrays import empty
+from ...core.arrays import empty, vector_bytes
 from ...core.device import current_device
 from ...core.graph_memory import keep_if_capturing
 from . import channel_vectors
@@ -56,11 +60,34 @@ class StackPool(NamedTuple):
     dilation: tuple[int, int] = (1, 1)
     pads: tuple[tuple[int, int], tuple[int, int]] = ((0, 0), (0, 0))
     alignment: int = 16  # bytes of which the addresses of x and out are multiples
+    part_of: int | None = None  # channels of the stack of which x is a part, if it is one
+    out_part_of: int | None = None  # those of which out is a part
     image_out: tuple[int, int] = (0, 0)  # of a gradient alone
     windows: tuple[int, int] = (1, 1)  # of an image, of a global one; more are an adaptive pooling
 
-    vector, vectors = channel_vectors.vector, channel_vectors.vectors
+    vectors = channel_vectors.vectors
     slices = channel_vectors.slices  # thread blocks of a global pooling that take a pixel
+
+    @property
+    def pitches(self):
+        """Channels from a pixel to the next, of x and of out."""
+        return self.part_of or self.channels, self.out_part_of or self.channels
+
+    @property
+    def is_pitched(self):
+        """Whether x or out is a part of another stack."""
+        return self.part_of is not None or self.out_part_of is not None
+
+    @property
+    def vector(self):
+        """Bytes of the widest access."""
+        each = (self.channels, *self.pitches)
+        return vector_bytes(self.alignment, *(c * self.element_bytes for c in each))
+
+    @property
+    def steps(self):
+        """Vectors from a pixel to the next, of x and of out."""
+        return tuple(c * self.element_bytes // self.vector for c in self.pitches)
 
     @property
     def lanes(self):
@@ -139,10 +166,14 @@ def _prepare_windows(name, pool, numbers, settled, clear_rows, stem=None, pointe
     if not pool.fits:
         return None
     numbers = (*numbers, int(settled), int(clear_rows))
-    return _prepare(stem or name, name, pool, pool.block_out, pointers, numbers)
+    pitched = ()
+    if stem is None:
+        assert not (clear_rows and pool.out_part_of), "rows of a part are not cleared"
+        pitched, numbers = (pool.is_pitched,), (*numbers, *pool.steps)
+    return _prepare(stem or name, name, pool, pool.block_out, pointers, numbers, pitched)
 
 
-def _prepare(stem, name, pool, written, pointers, numbers):
+def _prepare(stem, name, pool, written, pointers, numbers, pitched=()):
     """Return the launch of a kernel that writes ``written`` pixels of each row."""
     vectors = pool.rows * math.prod(written) * pool.vectors
     known = _UNROLLED if stem == "stack_avg_pool" else _UNROLLED_MAXIMA
@@ -150,7 +181,7 @@ def _prepare(stem, name, pool, written, pointers, numbers):
     return kernels.prepare(
         f"block_sparse/stack/{stem}",
         name,
-        (pool.element, f"Bytes<{pool.vector}>::type", *unrolled),
+        (pool.element, f"Bytes<{pool.vector}>::type", *unrolled, *pitched),
         -(-vectors // kernels.THREADS),
         kernels.THREADS,
         pointers,
@@ -194,7 +225,7 @@ def prepare_stack_global_pool(pool, mode, settled=False):
         5,
         (
             pool.rows, pool.images, *pool.grid, pool.vectors, *pool.block, *pool.image,
-            *pool.windows, parts, divisor, int(settled),
+            *pool.windows, parts, divisor, int(settled), pool.steps[0],
         ),
         persistent=True,
         dependent=True,
