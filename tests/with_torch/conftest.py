@@ -158,12 +158,22 @@ def asked(torch, st, monkeypatch):
 
         return launch, None
 
+    def assert_lies(stack, part_of, alignment=1):
+        """Assert that the pixels of a stack ``[M, h, w, C]`` lie as a kernel was told."""
+        assert cuda.pitch_of(stack.permute(0, 3, 1, 2)) == (part_of or stack.shape[3])
+        assert stack.data_ptr() % alignment == 0 and (part_of or stack.is_contiguous())
+
     def prepare_affine(
         dtype, scale_dtype, residual_dtype, out_dtype, rounded_dtype, rows, images, block,
-        channels, per_image, activation, settled,
+        channels, per_image, activation, part_of, added_part_of, alignment, settled,
     ):  # fmt: skip
         def launch(x, scale, shift, residual, slopes, counts, indices, out, rounded):
             names.append("affine")
+            assert_lies(x, part_of, alignment)
+            if residual is not None:
+                width = residual.element_size() * alignment // x.element_size()
+                assert_lies(residual, added_part_of, width if added_part_of else 1)
+            assert out.is_contiguous()
             assert tuple(x.shape) == (rows, *block, channels) and x.dtype == dtype
             assert all(t is None or t.dtype == scale_dtype for t in (scale, shift))
             assert residual is None or residual.dtype == residual_dtype
@@ -261,12 +271,19 @@ def asked(torch, st, monkeypatch):
         def of(x, counts, indices, places):
             assert (x.shape[0], x.shape[3]) == (rows, channels) and x.dtype == dtype
             assert (places.shape[0], tuple(places.shape[1:])) == (images, grid)
-            return x.numpy(), stage(counts, indices, places, block, size)
+            return np.ascontiguousarray(x.numpy()), stage(counts, indices, places, block, size)
 
         return of, more
 
+    def write(out, y, x, lie):
+        """Write a result, of x, where both lie as a kernel was told."""
+        part_of, out_part_of, alignment = lie
+        for array, its in ((x, part_of), (out, out_part_of)):
+            assert_lies(array, its, alignment if part_of or out_part_of else 1)
+        out.copy_(torch.from_numpy(y))
+
     def prepare_windows(facts, function, **options):
-        (at, (out_block, *_, kernel, strides, _, pads)) = pool_at(facts)
+        (at, (out_block, *_, kernel, strides, _, pads, lie)) = pool_at(facts)
         options |= {"kernel": kernel, "strides": strides, "padding": (pads[:2], pads[2:])}
 
         def launch(x, counts, indices, places, out):
@@ -277,13 +294,13 @@ def asked(torch, st, monkeypatch):
             except sb.ShapeError:
                 y = function(*given, **options)
             assert y.shape[1:3] == out_block
-            out.copy_(torch.from_numpy(y))
+            write(out, y, x, lie)
 
         return launch, True
 
     def prepare_max_pool(*facts, settled):
-        usual = prepare_windows(facts, sb.stack_max_pool, dilation=facts[-2])
-        at, (out_block, zeros_around, kernel, strides, dilation, pads) = pool_at(facts)
+        usual = prepare_windows(facts, sb.stack_max_pool, dilation=facts[-3])
+        at, (out_block, zeros_around, kernel, strides, dilation, pads, lie) = pool_at(facts)
 
         def launch(x, counts, indices, places, out):
             names.append("maxima with zeros around")
@@ -292,7 +309,7 @@ def asked(torch, st, monkeypatch):
             y = torch.nn.functional.max_pool2d(image, kernel, strides, 0, dilation)
             y = np.ascontiguousarray(y.permute(0, 2, 3, 1).numpy())
             table = stage(counts, indices, places, out_block, y.shape[1:3])
-            out.copy_(torch.from_numpy(sb.stack_from_image(y, table)))
+            write(out, sb.stack_from_image(y, table), x, lie)
 
         return (launch, True) if zeros_around else usual
 
@@ -302,9 +319,10 @@ def asked(torch, st, monkeypatch):
         return prepare_windows(facts, sb.stack_avg_pool, **counting)
 
     def prepare_global_pool(*facts, settled):
-        at, (windows, mode) = pool_at(facts)
+        at, (windows, mode, part_of) = pool_at(facts)
 
         def launch(x, counts, indices, places, out):
+            assert_lies(x, part_of)
             given = at(x, counts, indices, places)
             if windows == (1, 1):
                 names.append("stack_global_pool")
@@ -320,7 +338,7 @@ def asked(torch, st, monkeypatch):
         return launch, True
 
     def prepare_interpolate(*facts, settled):
-        at, (to, mode, steps, of_images) = pool_at(facts)
+        at, (to, mode, steps, of_images, lie) = pool_at(facts)
         rows, size = facts[1], facts[6]
         sides = list(zip(size, steps, facts[3], to, strict=True))
         new = [round(n / s) if s else grid * b for n, s, grid, b in sides]
@@ -344,7 +362,7 @@ def asked(torch, st, monkeypatch):
                 align_corners=mode.endswith("corners"),
             )  # fmt: skip
             assert len(y) == rows
-            out.copy_(torch.from_numpy(y))
+            write(out, y, x, lie)
 
         return interpolate_images if of_images else launch, True
 

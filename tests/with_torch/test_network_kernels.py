@@ -248,6 +248,59 @@ def test_poolings(st, asked, size, block, name):
     assert kernel in asked
 
 
+class Parted(torch.nn.Module):
+    """A function of half of the channels of a convolution."""
+
+    def __init__(self, function):
+        super().__init__()
+        torch.manual_seed(0)
+        self.before, self.function = torch.nn.Conv2d(4, 16, 1), function
+        self.norm = torch.nn.BatchNorm2d(8)
+        torch.nn.init.uniform_(self.norm.weight, 0.5, 2)
+
+    def forward(self, x):
+        """Return what the function makes of the second half."""
+        half = self.before(x).chunk(2, 1)[1]
+        return self.norm(half) if self.function is None else self.function(half)
+
+
+@pytest.mark.parametrize(
+    "name", ["max 3", "max padded", "avg 3", "mean", "affine", "bilinear 2", "bilinear to a size"]
+)
+@torch.no_grad()
+def test_parts_are_read_and_written_where_they_lie(st, asked, monkeypatch, name):
+    """The convolution's other half is not copied, and what lies beside the result stays."""
+    from sbnet_cupy.torch.network import cuda, joins
+
+    kernel, function = POOLS.get(name, ("affine", None))
+    read, written = [], []
+    rows_and_pitch = cuda.rows_and_pitch
+
+    def noted(x):
+        found = rows_and_pitch(x)
+        read.append(found[1])
+        assert found[0].data_ptr() == x.data_ptr()
+        return found
+
+    def place(like, table, block, channels):
+        written.append(cuda.new_stack(like, like.shape[0], block, channels + 5).fill_(7))
+        return written[-1][:, 2 : 2 + channels]
+
+    monkeypatch.setattr(cuda, "rows_and_pitch", noted)
+    monkeypatch.setattr(joins, "place", place)
+    size, block = (48, 64), 16
+    dense, x = Parted(function).eval(), torch.randn(2, 4, *size)
+    on, mask = networks.blocks((2, *size), block, 0.5, seed=3)
+    sparse = st.sparsify(dense, block)
+    sparse.break_even = 2.0
+    stages = networks.stages_of(size, block) | {(96, 128): 32, tuple(n - 2 for n in size): block}
+    assert_near(sparse(x, mask), networks.oracle(dense, x, on, block, stages), "float32")
+    assert kernel in asked and "stack_concat" not in asked and 16 in read
+    assert bool(written) == (name not in ("mean", "affine"))
+    assert all((t[:, :2] == 7).all() and (t[:, -3:] == 7).all() for t in written)
+    assert all((t[:, 2:-3] != 7).any() for t in written)
+
+
 def test_kernels_take_no_part_where_gradients_are_recorded(st, asked):
     """Not even for the first convolution, whose input has none."""
     dense = networks.network("resnet_basic").train()

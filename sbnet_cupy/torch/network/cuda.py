@@ -170,6 +170,18 @@ def _rows(x):
     return last(x).permute(0, 2, 3, 1)
 
 
+def rows_and_pitch(x):
+    """Return a stack as ``[M, h, w, C]``, and :func:`pitch_of` a part of another stack.
+
+    The part is where it lies. The pitch of all others is None, and they are contiguous.
+    """
+    rows = x.permute(0, 2, 3, 1)
+    if rows.is_contiguous():
+        return rows, None
+    pitch = pitch_of(x)
+    return (rows.contiguous() if pitch is None else rows), pitch
+
+
 @functools.lru_cache(maxsize=4096)
 def sizes_after(block, size, kernel, stride, pads, dilation):
     """Return the block and the image that a convolution makes."""

@@ -38,18 +38,23 @@ def affine(
     those of a PReLU in place of an activation.
     """
     like, dtype = shift if scale is None else scale, dtype or x.dtype
-    rows, last = cuda._rows(x), None if residual is None else cuda._rows(residual)
+    rows, part_of = cuda.rows_and_pitch(x)
+    last, added_part_of = (None, None) if residual is None else cuda.rows_and_pitch(residual)
     m, h, w, channels = rows.shape
-    code, out = cuda.code_of(activation), torch.empty_like(rows, dtype=dtype)
+    out = torch.empty_like(rows, dtype=dtype, memory_format=torch.contiguous_format)
+    code = cuda.code_of(activation)
     code = code if slopes is None else "prelu"
     both = also is not None and code is not None
-    low = torch.empty_like(rows, dtype=also) if both else None
+    low = torch.empty_like(out, dtype=also) if both else None
+    lie = None, None, 16
+    if part_of or added_part_of:
+        lie = part_of, added_part_of, _alignment(x, residual, part_of, added_part_of)
     facts = (
         x.dtype, x.dtype if like is None else like.dtype,
         dtype if residual is None else residual.dtype, dtype, also if both else dtype, m,
         table.batch, (h, w), channels, like is not None and like.numel() > channels, code or 0,
     )  # fmt: skip
-    facts += (table.settled,)
+    facts += (*lie, table.settled)
     launch = cuda.prepared(_PLANS, facts, x, _prepare, *facts)
     cuda.start(launch, rows, scale, shift, last, slopes, table.counts, table.indices, out, low)
     table.settled = True
@@ -60,9 +65,18 @@ def affine(
     return y, y.to(also) if low is None else low.permute(0, 3, 1, 2)
 
 
+def _alignment(x, residual, part_of, added_part_of):
+    """Return bytes of x: as many elements as the addresses of parts are multiples of."""
+    alignment = math.gcd(16, x.data_ptr() if part_of else 0)
+    if added_part_of:
+        elements = residual.data_ptr() // residual.element_size()
+        alignment = math.gcd(alignment, elements * x.element_size())
+    return alignment
+
+
 def _prepare(
     dtype, scale_dtype, residual_dtype, out_dtype, rounded_dtype, rows, images, block, channels,
-    per_image, activation, settled,
+    per_image, activation, part_of, added_part_of, alignment, settled,
 ):  # fmt: skip
     from ...block_sparse.stack.stack_affine import PRELU, StackAffine, prepare_stack_affine
 
@@ -72,7 +86,7 @@ def _prepare(
         out_element=cuda._ELEMENTS[out_dtype], rounded_element=cuda._ELEMENTS[rounded_dtype],
         rows=rows, images=images, block=block, channels=channels, per_image=per_image,
         activation=PRELU if activation == "prelu" else activation,
-        alignment=math.gcd(16, channels * dtype.itemsize),
+        part_of=part_of, added_part_of=added_part_of, alignment=alignment,
     )  # fmt: skip
     return prepare_stack_affine(sizes, settled)
 

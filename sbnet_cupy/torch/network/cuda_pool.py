@@ -9,9 +9,10 @@ import math
 
 import torch
 
-from . import cuda
+from . import cuda, joins
 
 _PLANS = {}  # (device, what, sizes, settled) -> what launches a kernel, or None
+_CONTIGUOUS = None, None, 16  # the pitches of x and of the result as parts, and their alignment
 _MOST_WINDOWS = 64  # of an image that thread blocks pool by themselves; more have few pixels
 
 
@@ -88,12 +89,9 @@ def avg_pool(x, table, window, count_include_pad, divisor):
 def _pool_windows(x, table, window, prepare, *options):
     if not cuda.serves(x) or min(window.pads) < 0:
         return None
-    rows = cuda._rows(x)
     facts = (*_facts(x, table, window.block, window.size), window.out_block, *options)
     facts += (window.kernel, window.stride, window.dilation, window.pads)
-    shape = (rows.shape[0], *window.out_block, rows.shape[3])
-    out = _run(prepare, facts, rows, table, shape)
-    return None if out is None else out.permute(0, 3, 1, 2)
+    return _run_to_stack(prepare, facts, x, table, window.out_block)
 
 
 def global_pool(x, table, block, size, mode):
@@ -103,9 +101,7 @@ def global_pool(x, table, block, size, mode):
     """
     if not cuda.serves(x):
         return None
-    rows = cuda._rows(x)
-    facts = (*_facts(x, table, block, size), (1, 1), mode)
-    return _run(_prepare_global_pool, facts, rows, table, (table.batch, rows.shape[3]))
+    return _run_to_images(x, table, block, size, (1, 1), mode, (table.batch, x.shape[1]))
 
 
 def adaptive_pool(x, table, block, size, windows, mode):
@@ -115,10 +111,26 @@ def adaptive_pool(x, table, block, size, windows, mode):
     """
     if not cuda.serves(x) or math.prod(windows) > _MOST_WINDOWS:
         return None
-    rows = cuda._rows(x)
-    facts = (*_facts(x, table, block, size), windows, mode)
-    out = _run(_prepare_global_pool, facts, rows, table, (table.batch, *windows, rows.shape[3]))
+    shape = (table.batch, *windows, x.shape[1])
+    out = _run_to_images(x, table, block, size, windows, mode, shape)
     return None if out is None else out.permute(0, 3, 1, 2)
+
+
+def _run_to_images(x, table, block, size, windows, mode, shape):
+    """Launch the kernel whose result, of a shape, has pixels of images.
+
+    A part of another stack is read where it lies, if in vectors as wide as those of a copy: sums
+    have an order that depends on these.
+    """
+    rows, part_of = cuda.rows_and_pitch(x)
+    if part_of is not None:
+        itemsize = x.element_size()
+        wide = math.gcd(16, x.shape[1] * itemsize)
+        if part_of * itemsize % wide or x.data_ptr() % wide:
+            rows, part_of = rows.contiguous(), None
+    facts = (*_facts(x, table, block, size), windows, mode, part_of)
+    out = torch.empty(shape, dtype=x.dtype, device=x.device)
+    return out if _run(_prepare_global_pool, facts, rows, table, out) else None
 
 
 def interpolate(x, table, block, size, to, mode, steps):
@@ -128,10 +140,8 @@ def interpolate(x, table, block, size, to, mode, steps):
     """
     if not cuda.serves(x):
         return None
-    rows = cuda._rows(x)
     facts = (*_facts(x, table, block, size), to, mode, steps, False)
-    out = _run(_prepare_interpolate, facts, rows, table, (rows.shape[0], *to, rows.shape[3]))
-    return None if out is None else out.permute(0, 3, 1, 2)
+    return _run_to_stack(_prepare_interpolate, facts, x, table, to)
 
 
 def interpolate_images(x, table, to, mode, steps):
@@ -143,9 +153,10 @@ def interpolate_images(x, table, to, mode, steps):
         return None
     rows, size = cuda._rows(x), tuple(x.shape[2:])
     facts = (x.dtype, table.rows, table.batch, table.grid, x.shape[1], size, size)
-    facts += (to, mode, steps, True)
-    out = _run(_prepare_interpolate, facts, rows, table, (table.rows, *to, x.shape[1]))
-    return None if out is None else out.permute(0, 3, 1, 2)
+    facts += (to, mode, steps, True, _CONTIGUOUS)
+    out = torch.empty(table.rows, *to, x.shape[1], dtype=x.dtype, device=x.device)
+    found = _run(_prepare_interpolate, facts, rows, table, out)
+    return out.permute(0, 3, 1, 2) if found else None
 
 
 def step(old, new, scale=None, corners=False):
@@ -159,19 +170,29 @@ def _facts(x, table, block, size):
     return x.dtype, x.shape[0], table.batch, table.grid, x.shape[1], block, size
 
 
-def _run(prepare, facts, rows, table, shape):
-    """Launch the kernel for these sizes, made once; return its result, or None without one."""
-    out = torch.empty(shape, dtype=rows.dtype, device=rows.device)
+def _run_to_stack(prepare, facts, x, table, block):
+    """Launch the kernel whose result is a stack of such blocks, written where it is to lie."""
+    rows, part_of = cuda.rows_and_pitch(x)
+    y = joins.place(x, table, block, x.shape[1])
+    out, out_part_of = cuda.rows_and_pitch(y)
+    lie = _CONTIGUOUS
+    if part_of or out_part_of:
+        lie = part_of, out_part_of, math.gcd(16, x.data_ptr(), y.data_ptr())
+    return y if _run(prepare, (*facts, lie), rows, table, out) else None
+
+
+def _run(prepare, facts, rows, table, out):
+    """Launch the kernel for these sizes, made once; return whether there is one."""
     settled = table.settled
     key = prepare.__name__, facts, settled
     found = cuda.prepared(_PLANS, key, rows, functools.partial(prepare, settled=settled), *facts)
     if found is None:
-        return None
+        return False
     launch, plain = found
     begin = cuda.start if plain else cuda.start_with_memory
     begin(launch, rows, table.counts, table.indices, table.places, out)
     table.settled = True
-    return out
+    return True
 
 
 def _plain(launch):
@@ -185,8 +206,12 @@ def _describe(dtype, rows, images, grid, channels, block, size, **window):
     itemsize = torch.empty(0, dtype=dtype).element_size()
     return StackPool(
         cuda._ELEMENTS[dtype], itemsize, rows, images, grid, channels, block, size,
-        alignment=math.gcd(16, channels * itemsize), **window,
+        **window,
     )  # fmt: skip
+
+
+def _lying(pool, part_of, out_part_of, alignment):
+    return pool._replace(part_of=part_of, out_part_of=out_part_of, alignment=alignment)
 
 
 def _describe_windows(*facts):
@@ -200,16 +225,16 @@ def _describe_windows(*facts):
 def _prepare_max_pool(*facts, settled):
     from ...block_sparse.stack.stack_pool_launch import prepare_stack_max_pool
 
-    *sizes, zeros_around, kernel, strides, dilation, pads = facts
-    pool = _describe_windows(*sizes, kernel, strides, dilation, pads)
+    *sizes, zeros_around, kernel, strides, dilation, pads, lie = facts
+    pool = _lying(_describe_windows(*sizes, kernel, strides, dilation, pads), *lie)
     return _plain(prepare_stack_max_pool(pool, settled, False, zeros_around))
 
 
 def _prepare_avg_pool(*facts, settled):
     from ...block_sparse.stack.stack_pool_launch import prepare_stack_avg_pool
 
-    *sizes, count_include_pad, divisor, kernel, strides, dilation, pads = facts
-    pool = _describe_windows(*sizes, kernel, strides, dilation, pads)
+    *sizes, count_include_pad, divisor, kernel, strides, dilation, pads, lie = facts
+    pool = _lying(_describe_windows(*sizes, kernel, strides, dilation, pads), *lie)
     return _plain(
         prepare_stack_avg_pool(pool, count_include_pad, divisor, settled, clear_rows=False)
     )
@@ -218,16 +243,18 @@ def _prepare_avg_pool(*facts, settled):
 def _prepare_global_pool(*facts, settled):
     from ...block_sparse.stack.stack_pool_launch import pools_at_once, prepare_stack_global_pool
 
-    *sizes, windows, mode = facts
+    *sizes, windows, mode, part_of = facts
     pool = _describe(*sizes, windows=windows)
+    plain = pools_at_once(pool)
+    pool = pool._replace(part_of=part_of if plain else None)  # others are given a copy
     launch = prepare_stack_global_pool(pool, mode, settled)
-    return launch and (launch, pools_at_once(pool))
+    return launch and (launch, plain)
 
 
 def _prepare_interpolate(*facts, settled):
     from ...block_sparse.stack.stack_interpolate import prepare_stack_interpolate
 
-    *sizes, to, mode, steps, of_images = facts
-    pool = _describe(*sizes, block_out=to)
+    *sizes, to, mode, steps, of_images, lie = facts
+    pool = _lying(_describe(*sizes, block_out=to), *lie)
     options = {"clear_rows": False, "of_images": of_images}
     return _plain(prepare_stack_interpolate(pool, mode, steps, settled, **options))
