@@ -47,6 +47,12 @@ CASES = [
     ConvCase("BFloat16", Blocks(block=(4, 4)), 136, 64, (1, 1), beside=(64, 8)),
     ConvCase(blocks=Blocks(image=(40, 33), block=(8, 8)), channels=64, beside=(64, 0)),
     ConvCase("float", Blocks(block=(4, 4)), 256, 64, beside=(4, 12)),
+    ConvCase(
+        "BFloat16", Blocks(block=(4, 4)), 256, 136, (1, 1), residual=False,
+        shortcut=(192, (2, 2)), beside=(8, 24),
+    ),
+    ConvCase(blocks=Blocks(block=(4, 4)), channels=64, channels_out=72, beside=(8, 64),
+             residual=False, shortcut=(128, (2, 2))),
     # Channels that are scaled and shifted behind all else.
     ConvCase(blocks=Blocks(block=(4, 4)), channels=72, channels_out=136, activation=LAST + 1),
     ConvCase(
@@ -91,6 +97,7 @@ def test_plans_are_exact(case, require):
                 also, kernel, its_bias = map(cupy.asarray, case.stored_shortcut())
                 pointwise = conv._replace(channels=also.shape[3], kernel=(1, 1), shortcut=None)
                 pack = prepare_stack_pack(pointwise, "HWIO")
+                also = case.part(cupy.asnumpy(also), cupy.asarray)
                 run(x, packed, also, pack(kernel, None, its_bias), *lists, y)
             else:
                 run(x, packed, residual, *lists, y, *map(cupy.asarray, case.last()))

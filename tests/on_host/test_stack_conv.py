@@ -406,6 +406,18 @@ PARTS = [  # some channels of other stacks: of x, and of the residual
         full_plan(plan(SMALL, 3), True, 0),
     ),
     *((replace(case, beside=(8, 8)), plan) for case, plan in PATCHES[:2]),
+    (  # sums of a cluster; sums that are added up by another kernel
+        ConvCase(channels=136, channels_out=72, beside=(8, 16)),
+        full_plan(plan(SMALL, 3, 2), True, 0),
+    ),
+    (
+        ConvCase(channels=136, channels_out=72, beside=(8, 16)),
+        full_plan(plan(SMALL, 3, 2), False, 0),
+    ),
+    (  # a shortcut whose pixels the copy engine brings
+        ConvCase(channels=72, kernel=(1, 1), residual=False, shortcut=(64, (2, 2)), beside=(8, 8)),
+        full_plan((*SMALL, 2, 1), True, 0)._replace(bulk=True),
+    ),
 ]
 
 
@@ -532,7 +544,7 @@ def assert_exact(case, plan, clear_rows, settled=False):
             also, kernel, its_bias = case.stored_shortcut()
             pointwise = conv._replace(channels=also.shape[3], kernel=(1, 1), shortcut=None)
             packed_also = prepare_stack_pack(pointwise, "HWIO")(kernel, None, its_bias)
-            run(case.part(x), packed, also, packed_also, *table, out)
+            run(case.part(x), packed, case.part(also), packed_also, *table, out)
         else:
             run(case.part(x), packed, case.part(residual), *table, out, *case.last())
 

@@ -172,7 +172,7 @@ def test_global_pools(on_shim, mode, dtype, beside):
     ids=str,
 )  # fmt: skip
 def test_affine(on_shim, dtypes, layout, per_image, activation):
-    """Of x and the residual, which may have a wider dtype; the result is no part."""
+    """Of x, the residual and the result, of which the last two may have a wider dtype."""
     (dtype, wide), (channels, beside, added_beside) = dtypes, layout
     _, table, x, rng = drawn(dtype, channels, (4, 2), (13, 9))
     residual = drawn(dtype, channels, (4, 2), (13, 9), seed=1)[2].astype(wide)
@@ -186,15 +186,18 @@ def test_affine(on_shim, dtypes, layout, per_image, activation):
     )  # fmt: skip
     given = scale, shift
     rest = slopes, table.bin_counts, table.active_block_indices
-    expected, y = np.full((2, *x.shape), UNTOUCHED, wide)
+    expected, out_beside = np.full(x.shape, UNTOUCHED, wide), (added_beside or beside)[::-1]
+    y = widened(expected, out_beside, UNTOUCHED)
     prepare_stack_affine(affine)(x, *given, residual, *rest, expected, None)
     affine = affine._replace(
         part_of=pitch(channels, beside), added_part_of=pitch(channels, added_beside),
-        alignment=alignment(x.itemsize, beside, added_beside),
+        out_part_of=pitch(channels, out_beside),
+        alignment=alignment(x.itemsize, beside, added_beside, out_beside),
     )  # fmt: skip
     x, residual = (
         part(widened(stack, its, np.nan), its)
         for stack, its in ((x, beside), (residual, added_beside))
     )
-    prepare_stack_affine(affine)(x, *given, residual, *rest, y, None)
-    assert np.array_equal(bits(y), bits(expected)) and (y != UNTOUCHED).any()
+    prepare_stack_affine(affine)(x, *given, residual, *rest, part(y, out_beside), None)
+    assert np.array_equal(bits(y), bits(widened(expected, out_beside, UNTOUCHED)))
+    assert (expected != UNTOUCHED).any()

@@ -170,7 +170,9 @@ class ConvCase:
             vectors_in=self.channels % per_vector == 0,
             vectors_out=self.channels_out % per_vector == 0,
             expected=rows,
-            shortcut=self.shortcut and Shortcut(*self.shortcut),
+            shortcut=self.shortcut and Shortcut(
+                *self.shortcut, self.beside and self.shortcut[0] + sum(self.beside)
+            ),
             group=self.group if self.groups > 1 else None,
             part_of=self.beside and self.channels + sum(self.beside),
             added_part_of=self.beside and self.channels_out + sum(self.beside),

@@ -165,7 +165,7 @@ def asked(torch, st, monkeypatch):
 
     def prepare_affine(
         dtype, scale_dtype, residual_dtype, out_dtype, rounded_dtype, rows, images, block,
-        channels, per_image, activation, part_of, added_part_of, alignment, settled,
+        channels, per_image, activation, part_of, added_part_of, out_part_of, alignment, settled,
     ):  # fmt: skip
         def launch(x, scale, shift, residual, slopes, counts, indices, out, rounded):
             names.append("affine")
@@ -173,7 +173,7 @@ def asked(torch, st, monkeypatch):
             if residual is not None:
                 width = residual.element_size() * alignment // x.element_size()
                 assert_lies(residual, added_part_of, width if added_part_of else 1)
-            assert out.is_contiguous()
+            assert_lies(out, out_part_of, alignment if out_part_of else 1)
             assert tuple(x.shape) == (rows, *block, channels) and x.dtype == dtype
             assert all(t is None or t.dtype == scale_dtype for t in (scale, shift))
             assert residual is None or residual.dtype == residual_dtype
@@ -582,13 +582,15 @@ def units_asked(torch, asked, monkeypatch):
 @pytest.fixture
 def shortcuts_asked(torch, asked, monkeypatch):
     """Serve convolutions with a projection shortcut too, as two of them, in float32."""
-    from sbnet_cupy.torch.network import shortcuts
+    from sbnet_cupy.torch.network import cuda, shortcuts
 
     def prepare(
         dtype, rows, images, grid, block, image, channels, channels_out, kernel, strides, pads,
-        dilation, channels_also, strides_also, activation, settled, clear_rows,
+        dilation, channels_also, strides_also, activation, parts, settled, clear_rows,
     ):  # fmt: skip
         def launch(x, packed, also, packed_also, counts, indices, places, out):
+            for stack, channels_of in zip((x, also, out), parts, strict=True):
+                assert cuda.pitch_of(stack) == (channels_of or stack.shape[1])
             x, also, out = last(x, also, out)
             assert (x.shape[0], x.shape[3], also.shape[3]) == (rows, channels, channels_also)
             lists = [t.numpy() for t in (counts, indices, places)]

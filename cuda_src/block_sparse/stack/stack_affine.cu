@@ -5,7 +5,7 @@
 // Python: sbnet_cupy/block_sparse/stack/stack_affine.py, which launches it
 // A thread computes V channels of a pixel. Arithmetic is in float, and rounded once: to the dtype of y, which may be wider
 // than that of x, as the residual's may; rounded is y in another dtype, L, beside it, for convolutions that read it so.
-// PRELU is a leaky relu with a slope of each channel, which is read. PITCHED: x and the residual may be some channels of other
+// PRELU is a leaky relu with a slope of each channel, which is read. PITCHED: x, the residual and y may be some channels of other
 // stacks, whose pixels have more of them.
 #include "block_sparse/stack/stack_channels.cuh"
 #include "core/async_copy.cuh"
@@ -22,9 +22,10 @@ __global__ void __launch_bounds__(256)
                  const float* __restrict__ slopes,    // [C], of PRELU
                  const int* __restrict__ bin_counts,  // [1]
                  const int* __restrict__ indices,     // [M, 3]
-                 Y* __restrict__ y,                   // [M, pixels, C]
+                 Y* __restrict__ y,                   // [M, pixels, C], pitch_out apart
                  L* __restrict__ rounded,             // [M, pixels, C], or null
-                 i64 M, i64 N, i64 pixels, i64 C, i64 settled, i64 pitch_in, i64 pitch_added) {
+                 i64 M, i64 N, i64 pixels, i64 C, i64 settled, i64 pitch_in, i64 pitch_added,
+                 i64 pitch_out) {
     const i64 vectors = C / V, of_row = pixels * vectors;
     begin_launch(settled);
     const i64 all = clamp(*bin_counts, 0, M) * of_row;
@@ -40,7 +41,7 @@ __global__ void __launch_bounds__(256)
         Channels<float, V> slope;
         const i64 pixel = divide(i, vectors);
         i64 at = i - pixel * vectors;
-        const i64 added = PITCHED ? pixel * pitch_added + at * V : i * V;
+        const i64 added = PITCHED ? pixel * pitch_added + at * V : i * V, to = PITCHED ? pixel * pitch_out + at * V : i * V;
         if constexpr (PITCHED) values.load(x + pixel * pitch_in + at * V);
         if constexpr (ACTIVATION == PRELU) slope.load(slopes + at * V);
         if constexpr (PER_IMAGE) at += clamp(indices[divide(i, of_row) * 3], 0, N - 1) * vectors;
@@ -57,7 +58,7 @@ __global__ void __launch_bounds__(256)
                 value = activate<ACTIVATION>(value);
             result.set(e, from_compute<Y>(value)), low.set(e, from_compute<L>(value));
         }
-        result.store(y + i * V);
+        result.store(y + to);
         if (rounded) low.store(rounded + i * V);
     }
 }

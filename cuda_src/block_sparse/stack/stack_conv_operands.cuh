@@ -12,6 +12,7 @@ constexpr int COPIERS = 128;  // threads of a team that copies
 // With a SHORTCUT the last chunks are those of the pixels of another stack at the strides of Shortcut.
 struct Shortcut {
     int channels, down, across;  // of its pixels; the strides
+    int pitch;                   // channels from a pixel to the next, of which some may be others
     // The pixel of its stack of pixel p of y.
     DEVICE int pixel(const Problem& g, int p) const {
         const int line = static_cast<int>(static_cast<u32>(p) / static_cast<u32>(g.pw)), j = p - line * g.pw;
@@ -50,7 +51,7 @@ struct LeanCopier {
         if constexpr (SHORTCUT) {
 #pragma unroll
             for (int pass = 0; pass < PASSES; ++pass)
-                beside[pass] = shortcut.pixel(g, min(p0 + thread / 8 + pass * PASS, pixels - 1)) * (shortcut.channels / LANES);
+                beside[pass] = shortcut.pixel(g, min(p0 + thread / 8 + pass * PASS, pixels - 1)) * (shortcut.pitch / LANES);
         }
     }
 

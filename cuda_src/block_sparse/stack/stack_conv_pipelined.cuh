@@ -23,7 +23,7 @@ template <template <typename, int, int, int, int> class Engine, typename T, int 
           bool PITCHED>
 __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * COPIERS, BLOCKS)
     stack_conv_pipelined(const T* __restrict__ also, const u8* __restrict__ packed_also, STACK_CONV_PARAMETERS,
-                         i64 channels_also, i64 down_also, i64 across_also,
+                         i64 channels_also, i64 down_also, i64 across_also, i64 pitch_also,
                          const __grid_constant__ typename PixelMap<(BOX > 0) && SHORTCUT>::Type map_also,
                          const __grid_constant__ typename PixelMap<(BOX > 0)>::Type map) {
     using Product = Engine<T, BM, BN, WM, WN>;
@@ -65,7 +65,8 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
     const int channels = GROUPED ? by_group.span : g.C;
     const Order order(channels, LANES, POINTWISE || BULK ? 1 : g.R * g.S);
     const int panels = ceil_div(g.K, PANEL), across = ceil_div(g.K, BN);
-    const Shortcut shortcut{Problem::narrow(channels_also), Problem::narrow(down_also), Problem::narrow(across_also)};
+    const Shortcut shortcut{Problem::narrow(channels_also), Problem::narrow(down_also), Problem::narrow(across_also),
+                            Problem::narrow(pitch_also)};
     const int chunks_also = SHORTCUT ? shortcut.channels / (8 * LANES) : 0, chunks = order.chunks + chunks_also;
     const int rank = blockIdx.x % SPLIT, first = share_of(chunks, rank, SPLIT), count = share_of(chunks, rank + 1, SPLIT) - first;
     const int own = SHORTCUT ? max(0, min(order.chunks - first, count)) : count;  // chunks that are no shortcut's

@@ -79,7 +79,7 @@ def plan_wide(conv, weights, w_format, result, background, device):
         plan.threads,
         11,
         # Not settled, no rows cleared, no shortcut, nor its map.
-        (*sizes, 0, 0, 0, 1, 1, *[0] * (2 - len(maps))),
+        (*sizes, 0, 0, 0, 1, 1, 0, *[0] * (2 - len(maps))),
         shared=plan.launched_bytes(conv, device),
         persistent=True,
         dependent=True,

@@ -40,11 +40,13 @@ class StackAffine(NamedTuple):
     alignment: int = 16  # bytes of x that are as many elements as all addresses are multiples of
     part_of: int | None = None  # channels of the stack of which x is a part, if it is one
     added_part_of: int | None = None  # those of which the residual is a part
+    out_part_of: int | None = None  # those of which y is a part
 
     @property
     def pitches(self):
-        """Channels from a pixel to the next, of x and of the residual."""
-        return self.part_of or self.channels, self.added_part_of or self.channels
+        """Channels from a pixel to the next, of x, of the residual and of y."""
+        parts = self.part_of, self.added_part_of, self.out_part_of
+        return tuple(part or self.channels for part in parts)
 
     @property
     def vector(self):
@@ -65,7 +67,7 @@ def prepare_stack_affine(affine, settled=False):
         (
             affine.element, affine.scale_element, affine.residual_element, affine.out_element,
             affine.rounded_element, affine.vector, affine.per_image, affine.activation,
-            affine.part_of is not None or affine.added_part_of is not None,
+            affine.pitches != (affine.channels,) * 3,
         ),
         -(-vectors // kernels.THREADS),
         kernels.THREADS,

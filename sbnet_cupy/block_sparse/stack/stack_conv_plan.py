@@ -30,6 +30,12 @@ class Shortcut(NamedTuple):
 
     channels: int
     strides: tuple[int, int]
+    part_of: int | None = None  # channels of the stack of which that is a part, if it is one
+
+    @property
+    def pitch(self):
+        """Channels from a pixel to the next."""
+        return self.part_of or self.channels
 
 
 class StackConv(NamedTuple):
@@ -160,7 +166,7 @@ class StackConv(NamedTuple):
         pixels = self.expected * self.element_bytes
         read = pixels * math.prod(self.block) * self.channels + self.packed_bytes
         if self.shortcut is not None:
-            channels, strides = self.shortcut
+            channels, strides, _ = self.shortcut
             read += pixels * math.prod(self.block_out) * math.prod(strides) * channels
         written = pixels * math.prod(self.block_out) * self.channels_out
         added = written * self.residual / (2970 if staged else 2280)
@@ -317,7 +323,7 @@ def missing_kernel(conv, device):
         whole = conv.shortcut.channels * conv.element_bytes % ROW == 0 and conv.vectors_in
         if not (device.bulk_copy and whole and conv.element != "float"):
             return "such a shortcut, or on this GPU"
-        if conv.rows * strided * conv.shortcut.channels * conv.element_bytes // 16 >= 2**31 - 2**16:
+        if conv.rows * strided * conv.shortcut.pitch * conv.element_bytes // 16 >= 2**31 - 2**16:
             return f"shortcuts of {conv.rows} blocks with {conv.shortcut.channels} channels"
     if conv.element != "Half" and not device.tensor_floats:
         return f"{conv.element} on this GPU"

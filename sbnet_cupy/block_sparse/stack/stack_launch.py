@@ -48,7 +48,7 @@ from ...core.graph_memory import keep_if_capturing
 from ...core.packed import Pack
 from ...core.tensor_map import TensorMap
 from ...dense.packed_weights import steps_of_weights
-from .stack_conv_plan import box_of_lines, plan_stack_conv
+from .stack_conv_plan import Shortcut, box_of_lines, plan_stack_conv
 from .stack_depthwise_plan import plan_stack_depthwise
 from .stack_patch_plan import ROW
 
@@ -113,7 +113,7 @@ def prepare_stack_conv(conv, settled=False, clear_rows=True, plan=None):
                 prepare_stack_conv(conv, settled, clear_rows, p) for p in (plan, other)
             )
             return _ByResidual(without, added)
-    channels, strides = conv.shortcut or (0, (1, 1))
+    shortcut = conv.shortcut or Shortcut(0, (1, 1))
     pipelined = plan.kernel == "stack_conv_pipelined"
     blocks = (conv.rows, conv.images, *conv.grid)
     sizes = (
@@ -131,7 +131,7 @@ def prepare_stack_conv(conv, settled=False, clear_rows=True, plan=None):
         11 if pipelined else 9,
         (
             *sizes, int(settled), int(clear_rows),
-            *((channels, *strides, *[0] * (2 - len(maps))) if pipelined else ()),
+            *(_of_shortcut(shortcut, maps) if pipelined else ()),
         ),
         shared=plan.launched_bytes(conv, current_device()),
         persistent=True,
@@ -146,6 +146,10 @@ def prepare_stack_conv(conv, settled=False, clear_rows=True, plan=None):
         return _with_partials(conv, plan, run, clear_rows)
     shortcut, last = (None, None) if pipelined else (), 7 if conv.scales_last else None
     return kernels.Series((run, (*shortcut, 0, 1, 2, 3, 4, 5, None, 6, last)))
+
+
+def _of_shortcut(shortcut, maps):
+    return shortcut.channels, *shortcut.strides, shortcut.pitch, *[0] * (2 - len(maps))
 
 
 class _ByResidual:
@@ -178,9 +182,9 @@ def pixel_maps(conv):
     x = TensorMap(2, itemsize, sizes, (pixel, line), (inner, *conv.box))
     if conv.shortcut is None:
         return (x,)
-    channels, (down, across) = conv.shortcut
+    channels, (down, across), _ = conv.shortcut
     height, width = conv.block_out
-    step = across * channels * itemsize
+    step = across * conv.shortcut.pitch * itemsize
     sizes, strides = (channels, width, conv.rows * height), (step, down * width * step)
     return TensorMap(0, itemsize, sizes, strides, (inner, *box_of_lines(width))), x
 

@@ -236,6 +236,8 @@ def conv(
     )  # fmt: skip
     run = prepared(_PLANS, facts, x, _prepare_conv, *facts)
     if run is None:
+        if not depthwise:
+            joins.take_back(y, table)
         return None
     launch, pack, plain = run
     if depthwise:

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from . import cuda
+from . import cuda, joins
 from .epilogue import finish
 
 _PLANS = {}  # (device, sizes, settled) -> what launches the kernel
@@ -41,14 +41,20 @@ def affine(
     rows, part_of = cuda.rows_and_pitch(x)
     last, added_part_of = (None, None) if residual is None else cuda.rows_and_pitch(residual)
     m, h, w, channels = rows.shape
-    out = torch.empty_like(rows, dtype=dtype, memory_format=torch.contiguous_format)
-    code = cuda.code_of(activation)
+    code, out_part_of = cuda.code_of(activation), None
+    if dtype == x.dtype:
+        y = joins.place(x, table, (h, w), channels)
+        out, out_part_of = cuda.rows_and_pitch(y)
+    else:
+        out = torch.empty_like(rows, dtype=dtype, memory_format=torch.contiguous_format)
+        y = out.permute(0, 3, 1, 2)
     code = code if slopes is None else "prelu"
     both = also is not None and code is not None
-    low = torch.empty_like(out, dtype=also) if both else None
-    lie = None, None, 16
-    if part_of or added_part_of:
-        lie = part_of, added_part_of, _alignment(x, residual, part_of, added_part_of)
+    low = None
+    if both:
+        low = torch.empty_like(rows, dtype=also, memory_format=torch.contiguous_format)
+    parts = part_of, added_part_of, out_part_of
+    lie = *parts, _alignment((x, residual, y), parts, x.element_size()) if any(parts) else 16
     facts = (
         x.dtype, x.dtype if like is None else like.dtype,
         dtype if residual is None else residual.dtype, dtype, also if both else dtype, m,
@@ -58,25 +64,21 @@ def affine(
     launch = cuda.prepared(_PLANS, facts, x, _prepare, *facts)
     cuda.start(launch, rows, scale, shift, last, slopes, table.counts, table.indices, out, low)
     table.settled = True
-    y = out.permute(0, 3, 1, 2)
     y = finish(y, None, activation) if code is None else y
     if also is None:
         return y
     return y, y.to(also) if low is None else low.permute(0, 3, 1, 2)
 
 
-def _alignment(x, residual, part_of, added_part_of):
+def _alignment(stacks, parts, itemsize):
     """Return bytes of x: as many elements as the addresses of parts are multiples of."""
-    alignment = math.gcd(16, x.data_ptr() if part_of else 0)
-    if added_part_of:
-        elements = residual.data_ptr() // residual.element_size()
-        alignment = math.gcd(alignment, elements * x.element_size())
-    return alignment
+    there = (t for t, part in zip(stacks, parts, strict=True) if part)
+    return math.gcd(16, *(t.data_ptr() // t.element_size() * itemsize for t in there))
 
 
 def _prepare(
     dtype, scale_dtype, residual_dtype, out_dtype, rounded_dtype, rows, images, block, channels,
-    per_image, activation, part_of, added_part_of, alignment, settled,
+    per_image, activation, part_of, added_part_of, out_part_of, alignment, settled,
 ):  # fmt: skip
     from ...block_sparse.stack.stack_affine import PRELU, StackAffine, prepare_stack_affine
 
@@ -86,7 +88,8 @@ def _prepare(
         out_element=cuda._ELEMENTS[out_dtype], rounded_element=cuda._ELEMENTS[rounded_dtype],
         rows=rows, images=images, block=block, channels=channels, per_image=per_image,
         activation=PRELU if activation == "prelu" else activation,
-        part_of=part_of, added_part_of=added_part_of, alignment=alignment,
+        part_of=part_of, added_part_of=added_part_of, out_part_of=out_part_of,
+        alignment=alignment,
     )  # fmt: skip
     return prepare_stack_affine(sizes, settled)
 

@@ -178,7 +178,10 @@ def _run_to_stack(prepare, facts, x, table, block):
     lie = _CONTIGUOUS
     if part_of or out_part_of:
         lie = part_of, out_part_of, math.gcd(16, x.data_ptr(), y.data_ptr())
-    return y if _run(prepare, (*facts, lie), rows, table, out) else None
+    if _run(prepare, (*facts, lie), rows, table, out):
+        return y
+    joins.take_back(y, table)
+    return None
 
 
 def _run(prepare, facts, rows, table, out):

@@ -57,7 +57,10 @@ def resized(x, table, unfolded=False, factors=(1, 1)):
     block = tuple(n * f for n, f in zip(x.shape[2:], factors, strict=True))
     out = joins.place(x, table, block, channels)
     which = ((0,), ()) if unfolded else ((), (0,))
-    return out if _copy([x], [channels], [0], table, *which, factors, out) else None
+    if _copy([x], [channels], [0], table, *which, factors, out):
+        return out
+    joins.take_back(out, table)
+    return None
 
 
 def _copy(stacks, channels, firsts, table, unfolded, enlarged, factors, out):

@@ -133,6 +133,11 @@ class JoiningCall:
             self.made[part.untyped_storage().data_ptr()].append((place[1], channels, number))
         return part
 
+    def take_back(self, part):
+        """Take back the last place: no kernel writes a result there."""
+        self.count -= 1
+        self.made[part.untyped_storage().data_ptr()].pop()
+
     def join(self, stacks, channels, like, block):
         """Return (memory of the joined stack, which of the stacks have to be copied there).
 
@@ -275,6 +280,12 @@ def place(like, table, block, channels):
     if table.joins is None:
         return new_stack(like, like.shape[0], block, channels)
     return table.joins.place(like, block, channels)
+
+
+def take_back(part, table):
+    """Take back the place that was found last, where no kernel writes the result."""
+    if table.joins is not None:
+        table.joins.take_back(part)
 
 
 def join(stacks, channels, like, table, block):

@@ -2,7 +2,7 @@
 
 import torch
 
-from . import cuda, units
+from . import cuda, joins, units
 from . import tensor as T
 
 
@@ -45,31 +45,34 @@ def run(plan, x, weight, bias):
     weights = (weight, bias), shortcut._folded(table.weights)
     if any(w.dtype != x.dtype or cuda.records(w, b) for w, b in weights):
         return None
+    blocks = tuple(b // s for b, s in zip(block, plan.options["stride"], strict=True))
+    y = joins.place(x, table, blocks, weight.shape[0])
+    parts = tuple(map(cuda.part_pitch, (x, also, y)))
     facts = (
         x.dtype, x.shape[0], table.batch, table.grid, block, size, x.shape[1], weight.shape[0],
         plan.kernel, *(plan.options[name] for name in ("stride", "pads", "dilation")),
-        also.shape[1], shortcut.options["stride"], cuda.code_of(plan.activation),
+        also.shape[1], shortcut.options["stride"], cuda.code_of(plan.activation), parts,
     )  # fmt: skip
     settled = table.settled and all(cuda._is_packed(*one) for one in weights)
     facts += settled, cuda._clears(table)
     found = cuda.prepared(cuda._PLANS, ("shortcut", facts), x, prepare, *facts)
     if found is None:
+        joins.take_back(y, table)
         return None
     launch, packs = found
-    blocks = tuple(b // s for b, s in zip(block, plan.options["stride"], strict=True))
-    y = cuda.new_stack(x, x.shape[0], blocks, weight.shape[0])
     first, second = (
         cuda._packed(x, *one, pack) for one, pack in zip(weights, packs, strict=True)
     )
     lists = table.counts, table.indices, table.places
-    cuda.start(launch, cuda.last(x), first, cuda.last(also), second, *lists, y)
+    x, also = (t if part else cuda.last(t) for t, part in zip((x, also), parts, strict=False))
+    cuda.start(launch, x, first, also, second, *lists, y)
     table.settled = True
     return y
 
 
 def prepare(
     dtype, rows, images, grid, block, image, channels, channels_out, kernel, strides, pads,
-    dilation, channels_also, strides_also, activation, settled, clear_rows,
+    dilation, channels_also, strides_also, activation, parts, settled, clear_rows,
 ):  # fmt: skip
     """Return (launch, packs) for the current device, or None where two kernels are faster."""
     from ...block_sparse.stack import stack_launch
@@ -88,14 +91,15 @@ def prepare(
         (n + p - span) // s + 1 for n, p, span, s in zip(image, totals, spans, strides, strict=True)
     )
     block_out = tuple(b // s for b, s in zip(block, strides, strict=True))
-    itemsize = torch.empty(0, dtype=dtype).element_size()
+    itemsize, (part_of, also_part_of, out_part_of) = dtype.itemsize, parts
     both = StackConv(
         element=cuda._ELEMENTS[dtype], rows=rows, images=images, grid=grid, block=block,
         block_out=block_out, image=image, image_out=image_out, channels=channels,
         channels_out=channels_out, kernel=kernel, strides=strides, dilation=dilation,
         pads=(pads[0], pads[2]), activation=activation, vectors_in=channels * itemsize % 16 == 0,
         vectors_out=channels_out * itemsize % 16 == 0, expected=rows,
-        shortcut=Shortcut(channels_also, strides_also),
+        shortcut=Shortcut(channels_also, strides_also, also_part_of), part_of=part_of,
+        out_part_of=out_part_of,
     )  # fmt: skip
     device = current_device()
     if missing_kernel(both, device) is not None:
