@@ -143,6 +143,42 @@ def test_results_are_written_where_they_are_joined(st, asked, name):
     assert sparse._joins.places or copies
 
 
+def few_channels(x, a, b, c, last):
+    """What reads channels that are no whole vectors copies them first, and writes a part."""
+    return last(torch.cat([F.max_pool2d(x, 3, 1, 1), b(a(x)), torch.relu(c(x))], 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*SHAPES, "few channels", "norms", "bilinear"])
+@torch.no_grad()
+def test_bits_are_those_of_copies_on_a_gpu(require, st, name):
+    """The first call copies; the others write side by side."""
+    require("gpu")
+    more = {
+        "few channels": Of(few_channels, conv(C, 12), conv(12), conv(C, 24), conv(56, 8)),
+        "norms": Of(
+            unet, conv(C), conv(C), nn.Sequential(conv(C), nn.InstanceNorm2d(C)), conv(3 * C, 8)
+        ),
+        "bilinear": Of(
+            lambda x, a, last: last(torch.cat([F.interpolate(
+                F.avg_pool2d(a(x), 2), scale_factor=2, mode="bilinear"), a(x), x], 1)),
+            conv(C), conv(3 * C, 8),
+        ),
+    }  # fmt: skip
+    dense = SHAPES[name][0] if name in SHAPES else more[name]
+    for dtype in (torch.float16, torch.bfloat16):
+        net = copy.deepcopy(dense).eval().to("cuda", dtype)
+        sparse = st.sparsify(net, 16, capacity=30, replay=False)
+        x, mask = image().to("cuda", dtype), networks.blocks((2, 60, 84), 16, 0.4)[1].cuda()
+        first = sparse(x, mask)
+        for _ in range(3):
+            assert torch.equal(sparse(x, mask), first)
+        assert sparse._joins.places or name in ("twice", "other order", "odd", "half")
+        other = networks.blocks((2, 60, 84), 16, 0.4, 5)[1].cuda()
+        replayed, alone = sparse.graphed(x, mask), st.sparsify(net, 16, capacity=30, replay=False)
+        assert torch.equal(replayed(x, other), alone(x, other))
+
+
 def writes_to_a_result(x, a, last):
     y = a(x)
     joined = torch.cat([y, x], 1)

@@ -153,6 +153,15 @@ def last(x):
     return x.contiguous(memory_format=torch.channels_last)
 
 
+def _flat(x):
+    """Return the memory of a stack from its first number to its last one, as one dimension.
+
+    A view of NumPy or CuPy would be a copy, where the stack is a part of another.
+    """
+    last = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    return x.as_strided((last + 1,), (1,))
+
+
 def part_pitch(x):
     """Return :func:`pitch_of` a part of another stack that convolutions read where it lies.
 
@@ -251,8 +260,7 @@ def conv(
     if plain:
         start(launch, *given)
     else:  # which takes memory for sums, or for padded channels
-        stacks = (t if t is None or t.dim() < 4 else t.permute(0, 2, 3, 1) for t in given)
-        start_with_memory(launch, *stacks)
+        start_with_memory(launch, *(t if t is None or t.dim() < 4 else _flat(t) for t in given))
     table.settled = True  # what wrote the table lies behind a kernel that waited for it
     if table.deep is None and math.prod(block_out) * _DEEP <= math.prod(table.block):
         table.deep = moment(y) or False  # asked once
