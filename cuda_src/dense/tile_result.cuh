@@ -134,15 +134,25 @@ struct Staged {
     static constexpr int PITCH = COLUMNS * sizeof(T) + 64;
 };
 
-// Where a tile's results go. PITCHED: y and the residual may be parts of other stacks, whose pixels have more channels.
-template <typename T, class Rows, bool PITCHED = false>
+// The pixels that the channels of y become, if they do: down x across of each, with `channels` each, which are whole vectors.
+struct Unfolding {
+    int down, across, width, channels;  // width: pixels of a line of a block before
+};
+
+// How y lies. In its own memory; or y and the residual may be parts of other stacks, whose pixels have more channels; or its
+// channels, which are ordered by pixel, become pixels, and it may be a part.
+constexpr int WHOLE = 0, IN_PARTS = 1, UNFOLDED = 2;
+
+// Where a tile's results go.
+template <typename T, class Rows, int LIES = WHOLE>
 struct Result {
     const T* __restrict__ residual;
     T* __restrict__ y;
     const float *scale, *bias;  // of the tile's columns
     Rows rows;
     int k0, K;
-    int pitch_added, pitch_out;  // if PITCHED, channels from a pixel of the residual to the next, and of y
+    int pitch_added, pitch_out;  // if not WHOLE, channels from a pixel of the residual to the next, and of y
+    Unfolding pixels;            // if UNFOLDED
     using Sums = const float (&)[ChannelOrder<T>::COUNT];  // no generic lambdas: NVRTC 13.0 takes them for host functions
 
     LastScales last;  // of the tile's columns, if they are scaled last
@@ -153,9 +163,25 @@ struct Result {
         return LastScales{};
     }
     // Where a pixel of the residual begins.
-    DEVICE i64 added(int pixel) const { return static_cast<i64>(pixel) * (PITCHED ? pitch_added : K); }
-    // Where a pixel of y begins.
-    DEVICE i64 stored(int pixel) const { return static_cast<i64>(pixel) * (PITCHED ? pitch_out : K); }
+    DEVICE i64 added(int pixel) const { return static_cast<i64>(pixel) * (LIES != WHOLE ? pitch_added : K); }
+    // Where a pixel of y begins, and where its channel k is from there.
+    DEVICE i64 stored(int pixel) const {
+        if constexpr (LIES == UNFOLDED) {
+            const int line = static_cast<int>(static_cast<u32>(pixel) / static_cast<u32>(pixels.width));
+            const i64 first = static_cast<i64>(line) * pixels.down * pixels.width + (pixel - line * pixels.width);
+            return first * pixels.across * pitch_out;
+        }
+        return static_cast<i64>(pixel) * (LIES != WHOLE ? pitch_out : K);
+    }
+    DEVICE i64 channel(int k) const {
+        if constexpr (LIES == UNFOLDED) {
+            const int number = static_cast<int>(static_cast<u32>(k) / static_cast<u32>(pixels.channels));
+            const int down = static_cast<int>(static_cast<u32>(number) / static_cast<u32>(pixels.across));
+            const int beside = down * (pixels.width - 1) * pixels.across + number;
+            return static_cast<i64>(beside) * pitch_out + (k - number * pixels.channels);
+        }
+        return k;
+    }
 
     // The residuals of a thread's part of a tile, loaded before the sums are there: where they are so FEW.
     template <class Product>
@@ -215,7 +241,7 @@ struct Result {
                 const int row = Product::row(m) + i + lane / VECTORS, pixel = rows.pixel(row);
                 const int column = Product::column() + lane % VECTORS * LANES;
                 if (pixel >= 0 && k0 + column < K)
-                    *reinterpret_cast<uint4*>(y + stored(pixel) + k0 + column) =
+                    *reinterpret_cast<uint4*>(y + stored(pixel) + channel(k0 + column)) =
                         *reinterpret_cast<const uint4*>(staged + row * pitch + column * static_cast<int>(sizeof(T)));
             }
         }
@@ -267,7 +293,7 @@ private:
             for (int half = 0; half < 2; ++half) {
                 const int row = Product::row(m) + lane / 4 + 8 * half, pixel = rows.pixel(row);
                 const bool inside = rows.is_inside(row);
-                const i64 at = stored(pixel) + k0;
+                const i64 at = stored(pixel) + (LIES == UNFOLDED ? 0 : k0);
                 uint4 add_to[VECTORS];  // all are loaded before the first is used
 #pragma unroll
                 for (int v = 0; v < VECTORS; ++v) {
@@ -284,7 +310,8 @@ private:
                     vector_of<T>(acc[m], v, half, sums);
                     if (pixel >= 0)
                         finish<T, ACTIVATION, VECTOR, false>(sums, scale + column, bias + column, add_to[v], residual, y,
-                                                             at + column, K - k0 - column, inside, last_of<ACTIVATION>(column));
+                                                             at + (LIES == UNFOLDED ? channel(k0 + column) : column),
+                                                             K - k0 - column, inside, last_of<ACTIVATION>(column));
                 }
             }
         }
@@ -295,14 +322,14 @@ private:
     DEVICE void store_columns(const float (&acc)[MT][NT][4], const Loaded<Product>& loaded) const {
         constexpr int GROUPS = ChannelOrder<T>::GROUPS, COUNT = ChannelOrder<T>::COUNT;
         const int lane = threadIdx.x % 32;
-        int pixels[MT][2];
+        int own[MT][2];
         bool inside[MT][2];
 #pragma unroll
         for (int m = 0; m < MT; ++m)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int row = Product::row(m) + lane / 4 + 8 * half;
-                pixels[m][half] = rows.pixel(row), inside[m][half] = rows.is_inside(row);
+                own[m][half] = rows.pixel(row), inside[m][half] = rows.is_inside(row);
             }
 #pragma unroll
         for (int v = 0; v < NT / GROUPS; ++v) {
@@ -315,8 +342,8 @@ private:
                     if constexpr (LOADED)
                         add_to[m][half] = loaded.add_to[m][half][v];
                     else
-                        add_to[m][half] = residual_at<VECTOR>(ADDED ? residual : nullptr, added(pixels[m][half]) + k,
-                                                              pixels[m][half] >= 0 && k < K);
+                        add_to[m][half] = residual_at<VECTOR>(ADDED ? residual : nullptr, added(own[m][half]) + k,
+                                                              own[m][half] >= 0 && k < K);
                 }
             alignas(16) float its_scale[COUNT], its_bias[COUNT];
 #pragma unroll
@@ -330,12 +357,12 @@ private:
                 for (int half = 0; half < 2; ++half) {
                     float sums[COUNT];
                     vector_of<T>(acc[m], v, half, sums);
-                    const i64 to = stored(pixels[m][half]) + k;
+                    const i64 to = stored(own[m][half]) + channel(k);
                     if constexpr (VECTOR) {  // with no branch but that of the store
                         const uint4 result = finished<T, ACTIVATION, true>(sums, its_scale, its_bias, add_to[m][half], ADDED,
                                                                            inside[m][half], last_of<ACTIVATION>(column));
-                        if (pixels[m][half] >= 0 && k < K) *reinterpret_cast<uint4*>(y + to) = result;
-                    } else if (pixels[m][half] >= 0) {
+                        if (own[m][half] >= 0 && k < K) *reinterpret_cast<uint4*>(y + to) = result;
+                    } else if (own[m][half] >= 0) {
                         finish<T, ACTIVATION, VECTOR, true>(sums, its_scale, its_bias, add_to[m][half],
                                                             ADDED ? residual : nullptr, y, to, K - k, inside[m][half],
                                                             last_of<ACTIVATION>(column));

@@ -53,6 +53,14 @@ CASES = [
     ),
     ConvCase(blocks=Blocks(block=(4, 4)), channels=64, channels_out=72, beside=(8, 64),
              residual=False, shortcut=(128, (2, 2))),
+    # Channels that become pixels: by tables, tensor maps, patches.
+    ConvCase(blocks=Blocks(block=(4, 4)), channels=72, channels_out=160, residual=False,
+             unfolded=(2, 2)),
+    ConvCase("BFloat16", Blocks(block=(4, 4)), 512, 128, (1, 1), residual=False, unfolded=(2, 2),
+             beside=(32, 8)),
+    ConvCase(blocks=Blocks(image=(40, 33), block=(8, 8)), channels=64, channels_out=144,
+             residual=False, unfolded=(2, 3), beside=(0, 24), activation=LAST + 1),
+    ConvCase("float", Blocks(block=(2, 4)), 256, 64, (2, 2), residual=False, unfolded=(4, 2)),
     # Channels that are scaled and shifted behind all else.
     ConvCase(blocks=Blocks(block=(4, 4)), channels=72, channels_out=136, activation=LAST + 1),
     ConvCase(

@@ -414,6 +414,20 @@ PARTS = [  # some channels of other stacks: of x, and of the residual
         ConvCase(channels=136, channels_out=72, beside=(8, 16)),
         full_plan(plan(SMALL, 3, 2), False, 0),
     ),
+    (  # channels that become pixels: by tables, by the copy engine, in patches
+        ConvCase(channels=40, channels_out=96, kernel=(2, 2), residual=False, unfolded=(2, 2)),
+        full_plan(plan(SMALL, 3), False, 0),
+    ),
+    (
+        ConvCase("BFloat16", channels=136, channels_out=48, residual=False, unfolded=(1, 3),
+                 beside=(8, 16)), full_plan(plan(SMALL, 3), True, 0),
+    ),
+    (
+        ConvCase("float", Blocks(block=(3, 5)), 72, 96, (1, 1), residual=False, unfolded=(4, 2),
+                 beside=(4, 0)), full_plan((*TALL, 2, 1), True, 0)._replace(bulk=True),
+    ),
+    *((replace(case, residual=False, unfolded=(1, 1), beside=beside), plan)
+      for (case, plan), beside in zip(PATCHES[:2], (None, (8, 8)), strict=True)),
     (  # a shortcut whose pixels the copy engine brings
         ConvCase(channels=72, kernel=(1, 1), residual=False, shortcut=(64, (2, 2)), beside=(8, 8)),
         full_plan((*SMALL, 2, 1), True, 0)._replace(bulk=True),

@@ -145,6 +145,7 @@ class ConvCase:
     shortcut: tuple | None = None  # channels and strides; its scale is 1
     image_out: tuple | None = None  # ceil(n / stride) pixels by default
     beside: tuple | None = None  # channels ahead of those of x and of the result, and behind them
+    unfolded: tuple | None = None  # pixels down and across that channels of the result become
 
     def sizes(self, rows):
         """Return the StackConv."""
@@ -176,7 +177,8 @@ class ConvCase:
             group=self.group if self.groups > 1 else None,
             part_of=self.beside and self.channels + sum(self.beside),
             added_part_of=self.beside and self.channels_out + sum(self.beside),
-            out_part_of=self.beside and self.channels_out + sum(self.beside),
+            out_part_of=self.beside and self.own_channels + sum(self.beside),
+            unfolded=self.unfolded,
         )
 
     def part(self, array, asarray=np.asarray):
@@ -278,9 +280,23 @@ class ConvCase:
             expected[row, :height, :width] = block
         return loaded(stored(expected, self.element), self.element)
 
+    @property
+    def own_channels(self):
+        """Channels of a pixel of the result."""
+        return self.channels_out // int(np.prod(self.unfolded or (1, 1)))
+
+    def unfold(self, stack):
+        """Return a stack with its channels as pixels, if they become pixels."""
+        if self.unfolded is None:
+            return stack
+        rows, height, width, _ = stack.shape
+        down, across = self.unfolded
+        apart = stack.reshape(rows, height, width, down, across, -1).transpose(0, 1, 3, 2, 4, 5)
+        return apart.reshape(rows, height * down, width * across, -1)
+
     def clears(self, clear_rows):
         """Whether rows past the count become 0, if they are to: those of a part do not."""
-        return clear_rows and self.beside is None
+        return clear_rows and self.beside is None and self.unfolded is None
 
     def run(self, launch, clear_rows):
         """Run ``launch(x, w, scale, bias, residual, table, out)``; compare its result."""
@@ -291,16 +307,18 @@ class ConvCase:
         self.blocks.spoil(x, indices[:count], np.nan)
         residual[count:] = np.nan
         ahead, behind = self.beside or (0, 0)
-        shape = len(indices), *conv.block_out, ahead + self.channels_out + behind
+        block = np.multiply(conv.block_out, self.unfolded or (1, 1))
+        shape = len(indices), *block, ahead + self.own_channels + behind
         whole = stored(np.full(shape, UNWRITTEN), self.element)
-        own = slice(ahead, ahead + self.channels_out)
+        own = slice(ahead, ahead + self.own_channels)
         out, before = whole[..., own], whole.copy()
         given_out = out if self.beside is None else whole.reshape(-1)[ahead:]
         clear_rows = self.clears(clear_rows)
         given = [stored(array, self.element) for array in (x, w, residual)]
         added = given[2] if self.residual else None
         launch(given[0], given[1], scale, bias, added, table, given_out)
-        np.testing.assert_array_equal(loaded(out[:count], self.element), self.expected())
+        expected = self.unfold(self.expected())
+        np.testing.assert_array_equal(loaded(out[:count], self.element), expected)
         before[:count, ..., own] = out[:count]
         before[count:] = 0 if clear_rows else before[count:]
         np.testing.assert_array_equal(whole, before)  # other channels, and rows past the count

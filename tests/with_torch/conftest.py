@@ -54,7 +54,8 @@ def asked(torch, st, monkeypatch):
 
     def prepare_conv(
         dtype, rows, images, grid, block, block_out, image, image_out, channels, channels_out,
-        kernel, strides, dilation, pads, activation, depthwise, group, parts, settled, clear_rows,
+        kernel, strides, dilation, pads, activation, depthwise, group, parts, unfolded, settled,
+        clear_rows,
     ):  # fmt: skip
         scales_last, activation = bool(activation & 1 << 30), activation & ~(1 << 30)
 
@@ -96,8 +97,15 @@ def asked(torch, st, monkeypatch):
                 assert scaled.shape[1] % 256 == 0 and scaled.shape[1] >= channels_out
                 scale, shift = scaled[:, :channels_out].to(y.dtype)
                 y = (y * scale + shift).where(inside, 0)
+            if unfolded is not None:
+                names[-1] += " unfolded"
+                m, h, w, _ = y.shape
+                y = y.view(m, h, w, *unfolded, -1).permute(0, 1, 3, 2, 4, 5)
+                y = y.reshape(m, h * unfolded[0], w * unfolded[1], -1)
             out.copy_(y)
 
+        if unfolded is not None and channels_out // math.prod(unfolded) * dtype.itemsize % 16:
+            return None  # no whole vectors
         if depthwise:
             launch = lambda x, w, scale, b, *rest: run(x, w, b, *rest)  # noqa: E731
         else:
@@ -112,7 +120,8 @@ def asked(torch, st, monkeypatch):
         block_out, size_out = cuda.sizes_after(block, size, kernel, stride, pads, dilation)
         run = prepare_conv(
             dtype, rows, images, grid, block, block_out, size, size_out, channels, out, kernel,
-            stride, dilation, (pads[0], pads[2]), 0, False, None, (None,) * 3, False, clear_rows,
+            stride, dilation, (pads[0], pads[2]), 0, False, None, (None,) * 3, None, False,
+            clear_rows,
         )[0]  # fmt: skip
 
         def launch(x, weight, bias, packed, *lists_and_y):
@@ -142,7 +151,8 @@ def asked(torch, st, monkeypatch):
     ):  # fmt: skip
         facts = (
             dtype, rows, images, grid, block, block_out, image, image_out, channels, channels_out,
-            kernel, strides, dilation, pads, activation, False, None, (None,) * 3, False, False,
+            kernel, strides, dilation, pads, activation, False, None, (None,) * 3, None, False,
+            False,
         )  # fmt: skip
         conv = prepare_conv(*facts)[0]
 

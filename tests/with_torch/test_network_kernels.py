@@ -98,18 +98,19 @@ GROWTHS = {  # kernel, stride, padding, output padding, dilation
 class Grown(torch.nn.Module):
     """A transposed convolution with what may follow it, after a convolution."""
 
-    def __init__(self, sizes, after):
+    def __init__(self, sizes, after, channels=(6, 3)):
         super().__init__()
         torch.manual_seed(0)
         kernel, stride, padding, extra, dilation = sizes
         self.before = torch.nn.Conv2d(4, 4, 1)
         self.grow = torch.nn.ConvTranspose2d(
-            4, 6, kernel, stride, padding, extra, dilation=dilation
+            4, channels[0], kernel, stride, padding, extra, dilation=dilation
         )
         self.other = torch.nn.ConvTranspose2d(
-            4, 3, kernel, stride, padding, extra, dilation=dilation, bias=False
+            4, channels[1], kernel, stride, padding, extra, dilation=dilation, bias=False
         )
-        self.norm, self.after = networks.random_statistics(torch.nn.BatchNorm2d(6)), after
+        self.norm = networks.random_statistics(torch.nn.BatchNorm2d(channels[0]))
+        self.after = after
 
     def forward(self, x):
         """Return what may be made of it."""
@@ -128,11 +129,13 @@ class Grown(torch.nn.Module):
 
 @pytest.mark.parametrize("name", GROWTHS)
 @pytest.mark.parametrize("after", ["alone", "norm and activation", "sum", "used twice", "joined"])
+@pytest.mark.parametrize("vectors", [False, True])
 @torch.no_grad()
-def test_transposed_convolutions(st, asked, name, after):
-    """By a convolution whose channels are unfolded, joined with others at once."""
+def test_transposed_convolutions(st, asked, name, after, vectors):
+    """By a convolution that writes channels as pixels, or by another kernel: of odd channels."""
     sizes, size, block = GROWTHS[name], (45, 51), 16
-    dense = networks.random_statistics(Grown(sizes, after)).eval()
+    channels = (8, 4) if vectors else (6, 3)
+    dense = networks.random_statistics(Grown(sizes, after, channels)).eval()
     x = torch.randn(2, 4, *size)
     on, mask = networks.blocks((2, *size), block, 0.5, seed=3)
     times = sizes[1] if isinstance(sizes[1], int) else sizes[1][0]
@@ -148,7 +151,10 @@ def test_transposed_convolutions(st, asked, name, after):
     result = sparse(x, mask)
     assert result.shape == expected.shape
     assert_near(result, expected, "float32")
-    assert asked.count("stack_concat") == (2 if after == "sum" else 1)
+    joins = int(after in ("used twice", "joined"))
+    copies = 0 if vectors else 2 if after in ("sum", "joined") else 1
+    assert asked.count("stack_concat") == joins + copies
+    assert ("conv unfolded" in asked or "settled unfolded" in asked) == vectors
     assert not {"halo zero", "halo nearest"} & set(asked)
 
 

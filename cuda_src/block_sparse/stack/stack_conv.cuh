@@ -305,14 +305,20 @@ private:
     }
 };
 
+DEVICE Unfolding unfolding_of(const Problem& g, i64 down, i64 across) {
+    const int n = Problem::narrow(down), m = Problem::narrow(across);
+    return {n, m, g.pw, g.K / (n * m)};
+}
+
 // ---------------------------------------------------------------------------- what the kernels are given
 
 // What a thread block works on.
 //   POINTWISE    a 1x1 kernel with stride 1: pixel p of y reads pixel p of x, and the table is not needed
 //   VECTOR_IN    pixels of x are whole vectors of 16 bytes, aligned; VECTOR_OUT: those of y and the residual
 //   scaled       [2][last_channels(K)], by what channels are scaled and shifted last, if ACTIVATION says so
-//   pitch        channels from a pixel of x to the next; if PITCHED pitch_added: of the residual, pitch_out: of y. In vectors,
-//                these may be some channels of other stacks
+//   pitch        channels from a pixel of x to the next; if y does not lie WHOLE pitch_added: of the residual, pitch_out: of y.
+//                In vectors, these may be some channels of other stacks
+//   LIES         how y lies: UNFOLDED, its channels become unfold_down x unfold_across pixels each
 //   ROUND        x is float, rounded to tf32 in shared memory
 //   PARTIALS     thread blocks that share K leave their sums in memory; else they are a cluster and add up
 //   CACHED       pixels come through the L1 cache, since taps read the same ones
@@ -325,5 +331,5 @@ private:
         const int *__restrict__ bin_counts, const int *__restrict__ indices, const int *__restrict__ grid,            \
         float *__restrict__ partials, T *__restrict__ y, const float *__restrict__ scaled, i64 M, i64 N, i64 GH,     \
         i64 GW, i64 C, i64 K, i64 bh, i64 bw, i64 ph, i64 pw, i64 H, i64 W, i64 P, i64 Q, i64 R, i64 S, i64 SH,       \
-        i64 SW, i64 DH, i64 DW, i64 top, i64 left, i64 pitch, i64 pitch_added, i64 pitch_out, i64 span, i64 group_in,   \
-        i64 group_out, i64 settled, i64 clear_rows
+        i64 SW, i64 DH, i64 DW, i64 top, i64 left, i64 pitch, i64 pitch_added, i64 pitch_out, i64 unfold_down,         \
+        i64 unfold_across, i64 span, i64 group_in, i64 group_out, i64 settled, i64 clear_rows

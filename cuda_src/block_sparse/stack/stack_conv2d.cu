@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(256)
 
 template <template <typename, int, int, int, int> class Engine, typename T, int BM, int BN, int WM, int WN, int STAGES,
           int SPLIT, bool PARTIALS, bool POINTWISE, bool VECTOR_IN, bool VECTOR_OUT, bool ROUND, int ACTIVATION,
-          bool CACHED, int BLOCKS, bool GROUPED, bool PITCHED>
+          bool CACHED, int BLOCKS, bool GROUPED, int LIES>
 __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS, BLOCKS) stack_conv(STACK_CONV_PARAMETERS) {
     using Product = Engine<T, BM, BN, WM, WN>;
     constexpr int THREADS = Product::THREADS, MT = Product::MT, NT = Product::NT, LANES = 16 / sizeof(T);
@@ -193,8 +193,9 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS, BLOCKS) st
         }
         fill = AHEAD;
         const StackRows its_rows{p0, pixels, whole ? nullptr : inside};
-        const Result<T, StackRows, PITCHED> result{residual, y, scale, bias, its_rows, k0, g.K,
+        const Result<T, StackRows, LIES> result{residual, y, scale, bias, its_rows, k0, g.K,
                                                   Problem::narrow(pitch_added), Problem::narrow(pitch_out),
+                                                 LIES == UNFOLDED ? unfolding_of(g, unfold_down, unfold_across) : Unfolding{},
                                                   {scale + 2 * BN, scale + 3 * BN}};
         if (residual && !PARTIALS) result.template prefetch<BM, BN>(threadIdx.x, THREADS);
 

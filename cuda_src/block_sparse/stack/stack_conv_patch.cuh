@@ -135,7 +135,7 @@ struct PatchMemory {
 };
 
 template <template <typename, int, int, int, int> class Engine, typename T, int TH, int TW, int PATCHES, int BN, int WM,
-          int WN, int STAGES, int PATCH_STAGES, bool VECTOR_OUT, int ACTIVATION, int BLOCKS, bool REST, bool PITCHED>
+          int WN, int STAGES, int PATCH_STAGES, bool VECTOR_OUT, int ACTIVATION, int BLOCKS, bool REST, int LIES>
 __global__ void __launch_bounds__(Engine<T, TH * TW * PATCHES, BN, WM, WN>::THREADS + 32 + PATCH_COPIERS, BLOCKS)
     stack_conv_patch(STACK_CONV_PARAMETERS) {
     constexpr int BM = TH * TW * PATCHES;
@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(Engine<T, TH * TW * PATCHES, BN, WM, WN>::THRE
                 }
                 if (residual) {  // it is read at the end
                     const PatchRows<TH, TW, PATCHES> its{parts, table, tile / across, true};
-                    const Result<T, PatchRows<TH, TW, PATCHES>, PITCHED> result{residual, y, nullptr, nullptr, its, tile % across * BN, g.K, Problem::narrow(pitch_added), 0};
+                    const Result<T, PatchRows<TH, TW, PATCHES>, LIES> result{residual, y, nullptr, nullptr, its, tile % across * BN, g.K, Problem::narrow(pitch_added), 0, {}};
                     result.template prefetch<BM, BN>(thread, PATCH_COPIERS);
                 }
             }
@@ -352,8 +352,9 @@ __global__ void __launch_bounds__(Engine<T, TH * TW * PATCHES, BN, WM, WN>::THRE
             barrier_wait(shared.table_full + its_tables.slot, its_tables.phase);
             const float* const scale = shared.tables + its_tables.slot * (TABLES<ACTIVATION> * BN);
             const PatchRows<TH, TW, PATCHES> its{parts, table, tile / across, whole};
-            const Result<T, PatchRows<TH, TW, PATCHES>, PITCHED> result{
+            const Result<T, PatchRows<TH, TW, PATCHES>, LIES> result{
                 residual, y, scale, scale + BN, its, tile % across * BN, g.K, Problem::narrow(pitch_added), Problem::narrow(pitch_out),
+                LIES == UNFOLDED ? unfolding_of(g, unfold_down, unfold_across) : Unfolding{},
                 {scale + 2 * BN, scale + 3 * BN}};
             result.template store<ACTIVATION, VECTOR_OUT, false, Product>(acc);
             __syncwarp();

@@ -20,7 +20,7 @@
 template <template <typename, int, int, int, int> class Engine, typename T, int BM, int BN, int WM, int WN, int STAGES,
           int SPLIT, bool PARTIALS, bool POINTWISE, bool VECTOR_IN, bool VECTOR_OUT, bool ROUND, int ACTIVATION,
           bool CACHED, int RESULTS, int BLOCKS, bool SHORTCUT, int PARTS, bool IMAGES, int BOX, int TEAMS, bool GROUPED,
-          bool PITCHED>
+          int LIES>
 __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * COPIERS, BLOCKS)
     stack_conv_pipelined(const T* __restrict__ also, const u8* __restrict__ packed_also, STACK_CONV_PARAMETERS,
                          i64 channels_also, i64 down_also, i64 across_also, i64 pitch_also,
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
         Stage<(RESULTS > 0 ? RESULTS : 1)> result_stage;
         // The residual of a tile: to shared memory, or to the cache, since it is read at the end.
         const int helper = thread - (ALL_COPIERS - RESIDUAL_COPIERS);
-        const int added_pitch = PITCHED ? Problem::narrow(pitch_added) : g.K;
+        const int added_pitch = LIES != WHOLE ? Problem::narrow(pitch_added) : g.K;
         const auto stage_residual = [&](int p0, int k0, int end) {
             if (!residual) return;
             barrier_wait(shared.result_empty + result_stage.slot, result_stage.phase ^ 1);
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
         };
         const auto prefetch_residual = [&](int p0, int k0, int end) {
             if (residual)
-                Result<T, StackRows, PITCHED>{residual, y, nullptr, nullptr, {p0, end, nullptr}, k0, g.K, Problem::narrow(pitch_added), 0}.template prefetch<BM, BN>(
+                Result<T, StackRows, LIES>{residual, y, nullptr, nullptr, {p0, end, nullptr}, k0, g.K, Problem::narrow(pitch_added), 0, {}}.template prefetch<BM, BN>(
                     recomputed(helper) + rank * RESIDUAL_COPIERS, RESIDUAL_COPIERS * SPLIT);
         };
         // The same of a pixel of images, and those to whom results go.
@@ -385,10 +385,11 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
             if constexpr (LISTED) barrier_wait(shared.found_full + found_stage.slot, found_stage.phase);
             const int* const found = IMAGES || !whole ? shared.inside + found_stage.slot * BM : nullptr;
             const Rows its_rows = rows_of<IMAGES>(p0, end, found);
-            const Result<T, Rows, PITCHED> result{residual, y, shared.scale, shared.bias, its_rows, k0, g.K,
+            const Result<T, Rows, LIES> result{residual, y, shared.scale, shared.bias, its_rows, k0, g.K,
                                                   Problem::narrow(pitch_added), Problem::narrow(pitch_out),
+                                                 LIES == UNFOLDED ? unfolding_of(g, unfold_down, unfold_across) : Unfolding{},
                                                   {shared.scale + 2 * BN, shared.scale + 3 * BN}};
-            using Loaded = typename Result<T, Rows, PITCHED>::template Loaded<Product>;
+            using Loaded = typename Result<T, Rows, LIES>::template Loaded<Product>;
             Loaded loaded;
             constexpr bool EARLY = !PARTIALS && (LISTED || !IMAGES) && SPLIT == 1 && RESULTS == 0 && VECTOR_OUT && Loaded::FEW;
             if constexpr (EARLY)  // while the pixels come

@@ -50,8 +50,8 @@ struct SharedSums {
 // Each row of sums goes to the thread block of the cluster that finishes it, which adds up what it gets in the order of
 // ranks, as SharedSums `sums` that count at `bar`. THREADS threads, which hold `acc`, call this.
 template <int ACTIVATION, bool VECTOR_OUT, int THREADS, int BM, int BN, int SPLIT, class Product, typename T, class Rows,
-          bool PITCHED, int MT, int NT>
-DEVICE void finish_in_cluster(const float (&acc)[MT][NT][4], const Result<T, Rows, PITCHED>& result, float* sums, u64* bar,
+          int LIES, int MT, int NT>
+DEVICE void finish_in_cluster(const float (&acc)[MT][NT][4], const Result<T, Rows, LIES>& result, float* sums, u64* bar,
                               u32 phase, int rank) {
     constexpr int LANES = 16 / sizeof(T), VECTORS = BN / LANES;
     using Team = Cluster<SPLIT>;
@@ -90,7 +90,7 @@ DEVICE void finish_in_cluster(const float (&acc)[MT][NT][4], const Result<T, Row
         }
         if (p >= 0)
             finish<T, ACTIVATION, VECTOR_OUT, true>(total, result.scale + column, result.bias + column, addend, result.residual,
-                                                    result.y, result.stored(p) + result.k0 + column,
+                                                    result.y, result.stored(p) + result.channel(result.k0 + column),
                                                     K - result.k0 - column, result.rows.is_inside(from + row),
                                                     result.template last_of<ACTIVATION>(column));
     }

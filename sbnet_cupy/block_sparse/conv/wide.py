@@ -69,7 +69,7 @@ def plan_wide(conv, weights, w_format, result, background, device):
     sizes = (
         conv.rows, conv.images, *conv.grid, conv.channels, conv.channels_out, *conv.block,
         *conv.block_out, *conv.image, *conv.image_out, *conv.kernel, *conv.strides,
-        *conv.dilation, *conv.pads, *conv.pitches, conv.span, *conv.group_sizes,
+        *conv.dilation, *conv.pads, *conv.pitches, 1, 1, conv.span, *conv.group_sizes,
     )  # fmt: skip
     launch = kernels.prepare(
         _STEM,

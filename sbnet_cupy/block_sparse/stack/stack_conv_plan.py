@@ -22,6 +22,9 @@ _SLOW = {2: 0.4, 3: 0.88, 7: 0.4}
 _LAST = 256  # channels that the last scales are a multiple of: those of the largest tile
 
 
+WHOLE, IN_PARTS, UNFOLDED = range(3)  # how y lies: as in tile_result.cuh
+
+
 class Shortcut(NamedTuple):
     """A 1x1 convolution of another stack, added to a convolution's sums: kernels of 9.0 and newer.
 
@@ -70,6 +73,7 @@ class StackConv(NamedTuple):
     part_of: int | None = None  # channels of the stack of which x is a part, if it is one
     added_part_of: int | None = None  # those of which the residual is a part
     out_part_of: int | None = None  # those of which y is a part; all in vectors
+    unfolded: tuple[int, int] | None = None  # pixels down and across that channels of y become
 
     @property
     def element_bytes(self):
@@ -130,12 +134,16 @@ class StackConv(NamedTuple):
     def pitches(self):
         """Channels from a pixel to the next of x, of the residual, and of y."""
         out = self.channels_out
-        return self.part_of or self.channels, self.added_part_of or out, self.out_part_of or out
+        own = out // math.prod(self.unfolded or (1, 1))
+        return self.part_of or self.channels, self.added_part_of or out, self.out_part_of or own
 
     @property
-    def pitched(self):
-        """Whether the kernel has to know the pitch of the residual or of y."""
-        return self.added_part_of is not None or self.out_part_of is not None
+    def lies(self):
+        """How y lies, as in tile_result.cuh: IN_PARTS also where the residual alone is one."""
+        if self.unfolded is not None:
+            return UNFOLDED
+        parts = self.added_part_of, self.out_part_of
+        return WHOLE if parts == (None, None) else IN_PARTS
 
     @property
     def chunks(self):
@@ -248,7 +256,7 @@ class StackPlan(NamedTuple):
             self.partials, near, conv.vectors_in, conv.vectors_out, rounded,
             conv.activation, self.cached, *([self.results] if self.pipelined else []), self.blocks,
             *(self._of_pipelined(conv) if self.pipelined else []),
-            conv.group is not None, conv.pitched,
+            conv.group is not None, conv.lies,
         )  # fmt: skip
 
     def _of_pipelined(self, conv):
@@ -325,6 +333,9 @@ def missing_kernel(conv, device):
             return "such a shortcut, or on this GPU"
         if conv.rows * strided * conv.shortcut.pitch * conv.element_bytes // 16 >= 2**31 - 2**16:
             return f"shortcuts of {conv.rows} blocks with {conv.shortcut.channels} channels"
+    own = conv.pitches[2] * conv.element_bytes
+    if conv.unfolded is not None and (own % 16 or conv.residual or conv.shortcut or conv.of_images):
+        return "channels that become pixels, and are no whole vectors, or with a sum"
     if conv.element != "Half" and not device.tensor_floats:
         return f"{conv.element} on this GPU"
     if plan_stack_conv(conv, device) is None:
@@ -338,6 +349,8 @@ def plan_stack_conv(conv, device):
     plans = (*candidates(conv, device), *patch_candidates(conv, device))
     if conv.shortcut is not None or conv.of_images:
         plans = [plan for plan in plans if plan.kernel == "stack_conv_pipelined"]
+    if conv.unfolded is not None:
+        plans = [plan for plan in plans if not getattr(plan, "partials", False)]
     return min(plans, key=lambda plan: plan_cost(plan, conv, device), default=None)
 
 

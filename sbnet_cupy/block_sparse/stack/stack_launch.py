@@ -11,6 +11,10 @@ A convolution may read some channels of another stack, as x or as its residual, 
 another: ``part_of``, ``added_part_of`` and ``out_part_of`` of StackConv. Their first channel and
 their pixels are whole vectors of 16 bytes. Rows past the count of a part do not become 0.
 
+The channels of y may become pixels, ``unfolded`` down and across: y is
+``[M, b_h * down, b_w * across, C]``, its channels in the packed weights ordered by pixel. Such y
+has no residual, and rows past the count do not become 0.
+
 With ``scales_last`` a convolution takes one more array behind out: float32 [2, K'], by what each
 channel is multiplied behind the activation, and what is added to it then. K' is
 ``last_channels`` of the channels of out; what is beyond them is not used.
@@ -97,8 +101,8 @@ def prepare_stack_conv(conv, settled=False, clear_rows=True, plan=None):
     With a shortcut, the launch takes its stack and packed weights in place of a residual, and the
     packed weights have no scale.
     """
-    if clear_rows and conv.out_part_of is not None:
-        raise ValueError("clear_rows must be False where out is a part of another stack")
+    if clear_rows and (conv.out_part_of is not None or conv.unfolded is not None):
+        raise ValueError("clear_rows must be False where out is a part, or of unfolded channels")
     if not conv.vectors_in and plan is None:
         return _with_padded_channels(conv, clear_rows)
     if plan is None and conv.shortcut is not None:
@@ -119,7 +123,7 @@ def prepare_stack_conv(conv, settled=False, clear_rows=True, plan=None):
     sizes = (
         *blocks, conv.channels, conv.channels_out, *conv.block, *conv.block_out, *conv.image,
         *conv.image_out, *conv.kernel, *conv.strides, *conv.dilation, *conv.pads,
-        *conv.pitches, conv.span, *conv.group_sizes,
+        *conv.pitches, *(conv.unfolded or (1, 1)), conv.span, *conv.group_sizes,
     )  # fmt: skip
     maps = pixel_maps(conv) if pipelined and plan.bulk else ()
     run = kernels.prepare(

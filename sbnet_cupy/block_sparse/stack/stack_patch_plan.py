@@ -88,7 +88,7 @@ class PatchPlan(NamedTuple):
         return (
             self.engine, conv.element, *self.part, self.patches, self.columns, *self.warps,
             self.stages, self.patch_stages, conv.vectors_out, conv.activation, self.blocks,
-            _has_rest(conv), conv.pitched,
+            _has_rest(conv), conv.lies,
         )  # fmt: skip
 
     def cost(self, conv, device):

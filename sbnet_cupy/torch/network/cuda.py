@@ -212,11 +212,12 @@ def number_of(activation, scaled):
 
 def conv(
     x, table, block, size, weight, bias, stride, pads, dilation, groups, residual, activation,
-    scaled=None,
+    scaled=None, unfolded=None,
 ):  # fmt: skip
     """Convolve by one kernel: ``activation(conv(x) + bias + residual)``, or return None.
 
-    ``scaled`` is a table of :meth:`~.weights.Weights.behind`, if channels are scaled last.
+    ``scaled`` is a table of :meth:`~.weights.Weights.behind`, if channels are scaled last. With
+    ``unfolded``, a pair, channels that are ordered by pixel become so many pixels down and across.
     """
     channels, out_channels = x.shape[1], weight.shape[0]
     depthwise = is_depthwise(x, weight, groups)
@@ -235,12 +236,13 @@ def conv(
     if depthwise:
         parts, y = (None, None, None), new_stack(x, x.shape[0], block_out, out_channels)
     else:
-        y = joins.place(x, table, block_out, out_channels)
+        y_block, y_channels = _unfolded(block_out, out_channels, unfolded)
+        y = joins.place(x, table, y_block, y_channels)
         parts = part_pitch(x), part_pitch(residual), part_pitch(y)
     facts = (
         x.dtype, x.shape[0], table.batch, table.grid, block, block_out, size, size_out,
         channels, out_channels, kernel, stride, dilation, (pads[0], pads[2]),
-        number_of(activation, scaled), depthwise, group, parts,
+        number_of(activation, scaled), depthwise, group, parts, unfolded,
         is_known(scaled) and table.settled and _is_packed(weight, bias, kept), _clears(table),
     )  # fmt: skip
     run = prepared(_PLANS, facts, x, _prepare_conv, *facts)
@@ -267,6 +269,13 @@ def conv(
     return finish(y, None, activation) if code_of(activation) is None else y
 
 
+def _unfolded(block, channels, pixels):
+    if pixels is None:
+        return block, channels
+    grown = tuple(n * f for n, f in zip(block, pixels, strict=True))
+    return grown, channels // math.prod(pixels)
+
+
 def _clears(table):
     """Whether rows past the count must be 0: in training, where sums of products take them in."""
     return table.weights is None and not table.known_live
@@ -283,12 +292,13 @@ def _is_mostly_padding(channels, itemsize, kernel):
 
 def _prepare_conv(
     dtype, rows, images, grid, block, block_out, image, image_out, channels, channels_out, kernel,
-    strides, dilation, pads, activation, depthwise, group, parts, settled, clear_rows,
+    strides, dilation, pads, activation, depthwise, group, parts, unfolded, settled, clear_rows,
 ):  # fmt: skip
     """Return (launch, pack, whether addresses are enough) for the current device, or None.
 
     ``parts`` are the pitches of x, the residual and y where they are parts of other stacks, and
-    None elsewhere. ``settled`` and ``clear_rows`` as in ``prepare_stack_conv``.
+    None elsewhere. ``unfolded`` as in :func:`conv`, ``settled`` and ``clear_rows`` as in
+    ``prepare_stack_conv``.
     """
     from ...block_sparse.stack import stack_launch
     from ...block_sparse.stack.stack_conv_plan import (
@@ -304,7 +314,7 @@ def _prepare_conv(
         channels_out=channels_out, kernel=kernel, strides=strides, dilation=dilation, pads=pads,
         activation=activation, vectors_in=channels * itemsize % 16 == 0,
         vectors_out=channels_out * itemsize % 16 == 0, expected=rows, group=group, part_of=part_of,
-        added_part_of=added_part_of, out_part_of=out_part_of,
+        added_part_of=added_part_of, out_part_of=out_part_of, unfolded=unfolded,
     )  # fmt: skip
     if depthwise:
         width = math.gcd(16, channels * itemsize)

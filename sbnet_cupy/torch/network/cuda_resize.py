@@ -14,7 +14,7 @@ from . import cuda, joins
 _PLANS = {}  # (device, what, sizes) -> what launches a kernel, or None
 
 
-def concat(stacks, table, unfolded=(), enlarged=(), factors=(1, 1)):
+def concat(stacks, table, enlarged=(), factors=(1, 1)):
     """Join stacks along channels; return (the result, whether it shares memory), or None.
 
     It shares memory with stacks that were written to their place in it: see ``joins``.
@@ -23,40 +23,41 @@ def concat(stacks, table, unfolded=(), enlarged=(), factors=(1, 1)):
     ----------
     stacks : list of tensor
         Each ``[M, C_k, b, b]``; some channels of another stack are read where they are.
-    unfolded : sequence of int
-        Which stacks are ``[M, f * f * C_k, b / f, b / f]``: their channels, ordered by pixel,
-        become pixels.
     enlarged : sequence of int
         Which stacks are ``[M, C_k, b / f, b / f]``: each pixel becomes ``f`` by ``f``.
     factors : (int, int)
-        By how much the blocks of both grow.
+        By how much their blocks grow.
     """
-    like, area = stacks[0], math.prod(factors)
+    like = stacks[0]
     if any(s.dtype != like.dtype or not cuda.serves(s) for s in stacks):
         return None
-    channels = [s.shape[1] // (area if k in unfolded else 1) for k, s in enumerate(stacks)]
-    grown = factors if 0 in unfolded or 0 in enlarged else (1, 1)
+    channels, grown = [s.shape[1] for s in stacks], factors if 0 in enlarged else (1, 1)
     block = tuple(n * f for n, f in zip(like.shape[2:], grown, strict=True))
-    as_they_are = [None if k in (*unfolded, *enlarged) else s for k, s in enumerate(stacks)]
+    as_they_are = [None if k in enlarged else s for k, s in enumerate(stacks)]
     out, left = joins.join(as_they_are, channels, like, table, block)
     firsts = [sum(channels[:k]) for k in range(len(channels))]
     for i in range(0, len(left), MOST_INPUTS):
         ks = left[i : i + MOST_INPUTS]
         given = ([each[k] for k in ks] for each in (stacks, channels, firsts))
-        which = ([j for j, k in enumerate(ks) if k in kind] for kind in (unfolded, enlarged))
-        if not _copy(*given, table, *which, factors, out):
+        grown = [j for j, k in enumerate(ks) if k in enlarged]
+        if not _copy(*given, table, (), grown, factors, out):
             return None
     return out, len(left) < len(stacks)
 
 
-def resized(x, table, unfolded=False, factors=(1, 1)):
-    """Return a stack with its channels unfolded, or else its pixels repeated, or None."""
-    if not cuda.serves(x):
-        return None
-    channels = x.shape[1] // (math.prod(factors) if unfolded else 1)
+def enlarge(x, table, factors):
+    """Return a stack whose pixels are repeated, or None."""
+    return _grown(x, table, x.shape[1], ((), (0,)), factors) if cuda.serves(x) else None
+
+
+def _unfold(x, table, factors):
+    """Return a stack whose channels, which are ordered by pixel, become pixels, or None."""
+    return _grown(x, table, x.shape[1] // math.prod(factors), ((0,), ()), factors)
+
+
+def _grown(x, table, channels, which, factors):
     block = tuple(n * f for n, f in zip(x.shape[2:], factors, strict=True))
     out = joins.place(x, table, block, channels)
-    which = ((0,), ()) if unfolded else ((), (0,))
     if _copy([x], [channels], [0], table, *which, factors, out):
         return out
     joins.take_back(out, table)
@@ -133,8 +134,8 @@ class Growth:
         phases = phases.view(-1, channels, h, w)
         return phases.contiguous(memory_format=torch.channels_last)
 
-    def product(self, x, table, block, size, weight, bias, out_size, activation):
-        """Convolve by a kernel: ``[M, s_h * s_w * Cout, *block]``, or return None."""
+    def grow(self, x, table, block, size, weight, bias, out_size, activation):
+        """Convolve by a kernel that writes channels as pixels, or by two; or return None."""
         if min(self.before) < 0:
             return None
         pads = []
@@ -143,7 +144,12 @@ class Growth:
         ):
             pads += [before, -(-o // s) - n - before + k - 1]
         options = (1, 1), tuple(pads), (1, 1), 1
-        return cuda.conv(x, table, block, size, weight, bias, *options, None, activation)
+        call = x, table, block, size, weight, bias, *options, None, activation
+        y = cuda.conv(*call, unfolded=self.stride)
+        if y is None:  # where channels are no whole vectors
+            y = cuda.conv(*call)
+            y = y if y is None else _unfold(y, table, self.stride)
+        return y
 
 
 def _phases(kernel, stride, padding, dilation):

@@ -65,7 +65,7 @@ def _prepare(
     block_out, size_out = cuda.sizes_after(block, size, kernel, stride, pads, dilation)
     found = cuda._prepare_conv(
         dtype, rows, images, grid, block, block_out, size, size_out, channels, out, kernel, stride,
-        dilation, (pads[0], pads[2]), 0, False, None, (None,) * 3, False, clear_rows,
+        dilation, (pads[0], pads[2]), 0, False, None, (None,) * 3, None, False, clear_rows,
     )  # fmt: skip
     if found is None:
         return None

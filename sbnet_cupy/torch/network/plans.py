@@ -486,29 +486,23 @@ class TransposedPlan(Plan):
         sizes = (options[name] for name in ("stride", "padding", "dilation"))
         self.growth = cuda_resize.Growth(kernel, *sizes)
 
-    def product(self):
-        """Return the result before its channels are unfolded, or None where kernels cannot."""
-        if self.residual is not None:
-            return None
+    def run(self):
+        """Compute."""
+        bare = self.then(residual=None, activation=None) if self.residual is not None else self
+        y = bare._by_kernel()
+        if y is None:
+            return self._by_library()
+        return y if bare is self else finish(y, self.residual, self.activation)
+
+    def _by_kernel(self):
         table, block, size, _, _ = self.facts
         given = self.weight, self.bias, self.norm, self.growth, self.to
         source = casts.cast(self.source, self.to)
         call = (source, table, block, size, *table.weights.folded(*given))
         call += (self.options["out_size"], self.activation)
         if table.trace is None:
-            return self.growth.product(*call)
-        return table.trace.timed(self.row, self.growth.product, *call)
-
-    def run(self):
-        """Compute."""
-        table = self.facts[0]
-        bare = self.then(residual=None, activation=None) if self.residual is not None else self
-        y = bare.product()
-        if y is not None:
-            y = cuda_resize.resized(y, table, unfolded=True, factors=self.growth.stride)
-        if y is None:
-            return self._by_library()
-        return y if bare is self else finish(y, self.residual, self.activation)
+            return self.growth.grow(*call)
+        return table.trace.timed(self.row, self.growth.grow, *call)
 
     def _by_library(self):
         table, block, size, _, _ = self.facts

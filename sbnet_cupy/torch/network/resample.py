@@ -119,7 +119,7 @@ class EnlargedPlan(TimedPlan):
 
     def _run(self):
         table = self.facts[0]
-        y = cuda_resize.resized(self.source, table, factors=self.factors)
+        y = cuda_resize.enlarge(self.source, table, self.factors)
         return table.compute(_larger, self.source, self.factors) if y is None else y
 
 

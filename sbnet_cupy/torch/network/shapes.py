@@ -11,7 +11,7 @@ from .handlers import handles
 from .image_values import plainly
 from .norms import own_dims
 from .piles import Pile
-from .plans import MatrixPlan, TransposedPlan, wider
+from .plans import MatrixPlan, wider
 from .pointwise import conform
 from .resample import EnlargedPlan
 from .windows import is_image, two
@@ -101,24 +101,22 @@ def _joined_as(tensors, like, dtype):
 def _join(tensors, like, to=None):
     """Join the channels of images as ``cuda_resize.concat`` does, or return None.
 
-    They are converted as autocast does to a dtype, or not, None. What waits for its channels to be
-    unfolded, or its pixels to be repeated, is read as it is.
+    They are converted as autocast does to a dtype, or not, None. What waits for its pixels to be
+    repeated is read as it is.
     """
     table = T.facts(like)[0]
     if table.whole or not _lie_alike(tensors):
         return None
-    stacks, unfolded, enlarged, factors = [], [], [], None
+    stacks, enlarged, factors = [], [], None
     for t in tensors:
-        plan, taken = T.plan_of(t), None
-        if isinstance(plan, TransposedPlan) and factors in (None, plan.growth.stride):
-            taken, these, by = plan.product(), unfolded, plan.growth.stride
-        elif isinstance(plan, EnlargedPlan) and factors in (None, plan.factors):
-            taken, these, by = casts.cast(plan.source, to), enlarged, plan.factors
-        if taken is not None:
-            these.append(len(stacks))
-            factors = by
-        stacks.append(T.value_as(t, to) if taken is None else taken)
-    joined = cuda_resize.concat(stacks, table, unfolded, enlarged, factors or (1, 1))
+        plan = T.plan_of(t)
+        if isinstance(plan, EnlargedPlan) and factors in (None, plan.factors):
+            enlarged.append(len(stacks))
+            factors = plan.factors
+            stacks.append(casts.cast(plan.source, to))
+        else:
+            stacks.append(T.value_as(t, to))
+    joined = cuda_resize.concat(stacks, table, enlarged, factors or (1, 1))
     if joined is None and factors:
         joined = torch.cat([T.value_as(t, to) for t in tensors], 1), False
     return joined
