@@ -155,6 +155,10 @@ def _layers(arch):
             also = [conv._replace(of_images=True)] if DEVICES[arch].bulk_copy else []  # fused_conv
             if layer[:4] == IN_GROUPS[:4]:
                 also.append(conv._replace(group=IN_GROUPS[4:]))
+            if element == "Half":  # written as a part of another stack, and as pixels
+                also.append(conv._replace(out_part_of=2 * conv.channels_out))
+            if element == "Half" and conv.strides == (1, 1) and rows == ROWS[0]:
+                also.append(conv._replace(unfolded=(2, 2)))
             for each in (conv, *also):
                 plan = plan_stack_conv(each, DEVICES[arch])
                 key = STACK, plan.kernel, plan.template(each)

@@ -293,7 +293,6 @@ private:
             for (int half = 0; half < 2; ++half) {
                 const int row = Product::row(m) + lane / 4 + 8 * half, pixel = rows.pixel(row);
                 const bool inside = rows.is_inside(row);
-                const i64 at = stored(pixel) + (LIES == UNFOLDED ? 0 : k0);
                 uint4 add_to[VECTORS];  // all are loaded before the first is used
 #pragma unroll
                 for (int v = 0; v < VECTORS; ++v) {
@@ -303,6 +302,7 @@ private:
                     else
                         add_to[v] = residual_at<VECTOR>(residual, added(pixel) + k0 + column, pixel >= 0 && k0 + column < K);
                 }
+                const i64 at = stored(LIES == IN_PARTS ? recomputed(pixel) : pixel) + (LIES == UNFOLDED ? 0 : k0);
 #pragma unroll
                 for (int v = 0; v < VECTORS; ++v) {
                     const int column = first + v * GROUPS * 8;
