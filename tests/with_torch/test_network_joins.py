@@ -305,3 +305,51 @@ def test_gradients_are_recorded_of_whole_stacks(st, asked):
     result = sparse(x, mask)
     assert result.requires_grad and not sparse._joins.places
     assert_near(result.detach(), networks.oracle(dense, x, on, 16).detach(), "float32")
+
+
+class Keeps(nn.Module):
+    """Keeps a result that is joined, and joins an image of it in the next call."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = conv(3), conv(C), conv(3 * C, 8)
+        self.kept = None
+
+    def forward(self, x):
+        a = torch.relu(self.first(x))
+        b = torch.relu(self.second(a))
+        before = torch.zeros_like(a) if self.kept is None else self.kept
+        self.kept = b
+        return self.last(torch.cat([b, a + before, self.second(b)], 1))
+
+
+@torch.no_grad()
+def test_results_that_a_network_keeps(st, asked):
+    dense, sparse = Keeps().eval(), st.sparsify(Keeps().eval(), 16)
+    sparse.load_state_dict({f"model.{k}": v for k, v in dense.state_dict().items()})
+    sparse.break_even = 2.0
+    for seed in range(4):
+        x = image(seed=seed)
+        assert_near(sparse(x, torch.ones(2, 60, 84)), dense(x), "float32")
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_modes_and_hooks(st, asked, mode):
+    """A hook reads what is part of a joined stack, before it is joined and after."""
+    dense = copy.deepcopy(SHAPES["dense block"][0]).eval()
+    sparse = st.sparsify(dense, 16)
+    sparse.break_even = 2.0
+    seen = []
+    for one in dense.inner:
+        one.register_forward_hook(lambda _, given, result: seen.append((given[0], result)))
+    for seed in range(4):
+        x, (on, mask) = image(seed=seed), networks.blocks((2, 60, 84), 16, 0.4, seed)
+        with mode():
+            seen.clear()
+            expected, its = networks.oracle(dense, x, on, 16), list(seen)
+            seen.clear()
+            assert_near(sparse(x, mask), expected, "float32")
+            on = on.repeat_interleave(16, 1).repeat_interleave(16, 2)[:, None, :60, :84]
+            for pair, dense_pair in zip(seen, its, strict=True):
+                for ours, theirs in zip(pair, dense_pair, strict=True):
+                    assert_near((ours + 0).flatten(2), (theirs * on).flatten(2), "float32")
