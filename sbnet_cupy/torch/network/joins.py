@@ -6,9 +6,9 @@ their number in a call. What was learned is a hint: a result is where it was mad
 joined, and what is not in its place is copied there, if nothing else is.
 """
 
-import contextlib
 import threading
 
+from .current import Current
 from .layout import new_stack, pitch_of
 
 _VECTOR = 16  # bytes: parts are read and written in whole vectors
@@ -247,29 +247,18 @@ def _lies_at(stack, out, first):
     )
 
 
-class _Now(threading.local):
-    """The call that runs in a thread."""
-
-    call = None
+_CALL = Current()  # that runs
 
 
-_NOW = _Now()
-
-
-@contextlib.contextmanager
 def joining(call):
     """Return a context for a call, in which copies of its results are noted; it may be None."""
-    before, _NOW.call = _NOW.call, call
-    try:
-        yield
-    finally:
-        _NOW.call = before
+    return _CALL.set_to(call)
 
 
 def note_copy(stack):
     """Note that a stack was copied, since a kernel does not read parts of others."""
-    if _NOW.call is not None:
-        _NOW.call.copied(stack)
+    if _CALL.value is not None:
+        _CALL.value.copied(stack)
 
 
 def place(like, table, block, channels):

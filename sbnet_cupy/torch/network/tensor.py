@@ -6,10 +6,8 @@ the stack, all others on the whole image between a scatter and a gather, and are
 needs no change, whatever its modules do, and none gets a wrong number in silence.
 """
 
-import contextlib
 import copy
 import functools
-import threading
 import weakref
 
 import torch
@@ -18,28 +16,18 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .._dispatch_state import BACKWARD_HOOK, CHECKPOINT, plainly, without_memory
 from . import aliases, casts, left, stages
+from .current import Current
 from .handlers import BORDERED, HANDLERS, INSTEAD, METADATA, REFUSED, keeps_rest, takes
 
 _INNER_ATTRIBUTES = ("requires_grad", "grad_fn", "is_leaf")
 
 
-class _Call(threading.local):
-    """The call that runs in a thread."""
-
-    table = None
+_TABLE = Current()  # of the call that runs
 
 
-_CALL = _Call()
-
-
-@contextlib.contextmanager
 def calling(table):
     """Return a context for a call: activations of other tables are images in it."""
-    before, _CALL.table = _CALL.table, table
-    try:
-        yield
-    finally:
-        _CALL.table = before
+    return _TABLE.set_to(table)
 
 
 def is_kept(x):
@@ -47,7 +35,7 @@ def is_kept(x):
 
     Outside of calls none is: checkpoints compute parts of a call again after its end.
     """
-    table = _CALL.table
+    table = _TABLE.value
     return table is not None and isinstance(x, StackTensor) and facts(x)[0] is not table
 
 
@@ -121,7 +109,7 @@ class StackTensor(torch.Tensor):
 
 
 def _image_of_kept(x):
-    if _CALL.table is not None:
+    if _TABLE.value is not None:
         raise NotImplementedError(
             "an activation of a sparsified network can be neither pickled nor copied by the module "
             "copy while the network runs; use clone()"
@@ -479,7 +467,7 @@ def _on_kept(func, name, args, kwargs):
         )
     args, kwargs = tree_map(lambda x: dense(x) if is_kept(x) else x, (args, kwargs))
     if first_stack(args, kwargs) is None:
-        return _traced(_CALL.table, name, func, args, kwargs)
+        return _traced(_TABLE.value, name, func, args, kwargs)
     return func(*args, **kwargs)
 
 
