@@ -31,9 +31,10 @@ def check_array(name, spec, *, ndim=None, shape=None, kinds=None, like=None):
     """
     spec, like = spec_of(spec), spec_of(like)
     if not isinstance(spec, ArraySpec):
+        instead = getattr(type(spec), "instead", "convert it with numpy.asarray or cupy.asarray")
         raise DTypeError(
             f"{name} must be an array (NumPy, CuPy, PyTorch, JAX or DLPack), "
-            f"got {type(spec).__name__}; convert it with numpy.asarray or cupy.asarray"
+            f"got {type(spec).__name__}; {instead}"
         )
     if ndim is not None and spec.ndim not in (ndim if isinstance(ndim, tuple) else (ndim,)):
         raise ShapeError(f"{name} must have {_either(ndim)} dimensions, got shape {spec.shape}")

@@ -21,6 +21,8 @@ _LOCK = threading.RLock()  # of threads that pack the same weights at once, one 
 class Packed(ArrayContainer):
     """Base of PackedWeights and PackedBottleneck: what was packed, by how it was packed."""
 
+    instead = "pass the arrays that it was made of"  # what the error says of one that is no array
+
     def __init__(self):
         self._packed = {}  # how -> (packed, function that packs)
         self._entered = None  # these weights as the door lets them in, if they are not native

@@ -130,3 +130,10 @@ def test_no_channels(xp, transposed):
     )
     assert found.x.shape == x.shape and found.w.shape == w.shape
     assert to_numpy(found.bias).tolist() == [16.0] * 4
+
+
+def test_packed_weights_are_refused(xp):
+    table = sb.block_table(xp.asarray(np.ones((1, 4, 4), bool)), 2)
+    x, w = (xp.asarray(np.ones(shape, np.float32)) for shape in ((4, 2, 2, 3), (3, 3, 3, 3)))
+    with pytest.raises(sb.DTypeError, match="got PackedWeights; pass the arrays that it was made"):
+        sb.stack_conv2d_grad(x, x, sb.PackedWeights(w), table)
