@@ -5,6 +5,7 @@ Where a graph is replayed the call runs again, and writes to memory as a graph d
 
 import contextlib
 import types
+import weakref
 
 
 def list_blocks(mask, block, capacity):
@@ -24,6 +25,7 @@ def capture(graphs, leaves):
 
     wanted = [t for t in (*graphs.own, *leaves) if t.requires_grad]
     memory, kept = graphs.memory, types.SimpleNamespace(number=0)
+    number, graphs = id(graphs), weakref.proxy(graphs)  # which holds what follows
 
     def call():
         alone = graphs.again or contextlib.nullcontext  # a graph calls no function of Python's
@@ -32,13 +34,13 @@ def capture(graphs, leaves):
 
     def replay():
         kept.number += 1
-        memory.activations = (graphs, kept.number), call()
+        memory.activations = (number, kept.number), call()
         for (own, _), result in zip(graphs.results, memory.activations[1], strict=True):
             own.copy_(result.detach())
 
     def replay_gradients():
         owner, results = memory.activations
-        assert owner == (graphs, kept.number)
+        assert owner == (number, kept.number)
         memory.activations = None  # the gradients have written over them
         results = [r for r in results if r.requires_grad]
         found = torch.autograd.grad(results, wanted, graphs.own_grads, allow_unused=True)

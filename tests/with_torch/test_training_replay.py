@@ -1,9 +1,11 @@
 """Training with ``replay=True``: calls like earlier ones are replayed, and give what calls give."""
 
 import copy
+import gc
 import random
 import threading
 import warnings
+import weakref
 
 import pytest
 
@@ -521,3 +523,28 @@ def test_memory_is_freed_with_the_graphs(st, device, log):
     sparse.replay = True
     warm(sparse, device)
     assert told(log) == ["capture", "replay", "replay"]
+
+
+def test_graphs_are_dropped_with_their_network(st, device, log):
+    """At once, also where a result is left, whose gradients are those of its graph."""
+    sparse, _ = pair(st, device)
+    x, mask = images(device)
+    for _ in range(3):
+        sparse(x, mask).sum().backward()
+    assert "replay" in told(log)
+    left = sparse(x, mask).sum()
+    (run,) = sparse._training_replays.kept.values()
+    graphs, network = weakref.ref(run.graphs), weakref.ref(sparse)
+    parameters = list(sparse.parameters())
+    for p in parameters:
+        p.grad = None
+    gc.disable()
+    try:
+        del sparse, run
+        assert network() is None and graphs() is not None
+        left.backward()
+        assert all(p.grad is not None for p in parameters)
+        del left
+        assert graphs() is None
+    finally:
+        gc.enable()

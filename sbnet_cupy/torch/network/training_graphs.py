@@ -45,7 +45,7 @@ def graphed(sparse, x, mask):
     given, settings = likeness(x, mask), settings_of(sparse, x)
     if x.is_cuda:
         with sparse._fixed(1.0 if sparse.capacity is None else sparse.capacity):
-            replay = replay_of(sparse, Graphs(sparse, (x, mask), sparse.model))
+            replay = replay_of(sparse, Graphs(sparse, (x, mask), sparse.model))  # which it holds
     else:
         replay = sparse.__call__
 
@@ -58,13 +58,13 @@ def graphed(sparse, x, mask):
 
 
 def replay_of(sparse, graphs):
-    """Return ``run(x, mask)``, which replays what was just captured of a network."""
-    noted = sparse._last
+    """Return ``run(x, mask)``, which replays what was just captured of a network; it needs that."""
+    noted, network = sparse._last, weakref.ref(sparse)
 
     def run(x, mask):
         result = graphs.replay(x, mask)
-        sparse._is_trained = True  # running statistics change, of which no version tells
-        sparse._last = noted
+        network()._is_trained = True  # running statistics change, of which no version tells
+        network()._last = noted
         return result
 
     return run

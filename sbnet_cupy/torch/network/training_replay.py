@@ -1,6 +1,7 @@
 """Training by CUDA graphs, with ``replay=True``: calls like earlier ones, and their gradients."""
 
 import contextlib
+import weakref
 
 import torch
 
@@ -34,28 +35,49 @@ class TrainingReplays(replay.Replays):
 
     def _capture(self, sparse, x, mask, outside, room, memory):
         capacity = sparse.capacity if room is None else room[1]
-        options = {} if outside is None else {"outside": outside}
+        options, alone = {} if outside is None else {"outside": outside}, _Alone(sparse)
 
         @contextlib.contextmanager
         def again():
-            last = sparse._last
-            with sparse._fixed(capacity):
+            network = alone.sparse
+            last = network._last
+            with network._fixed(capacity):
                 yield
-            sparse._last = last
+            network._last = last
 
         with sparse._fixed(capacity):
-            graphs = Graphs(_Alone(sparse), (x, mask), sparse.model, options, memory, again)
+            graphs = Graphs(alone, (x, mask), sparse.model, options, memory, again)
         run = replay_of(sparse, graphs)
         run.graphs = graphs
         return run
 
 
 class _Alone(torch.nn.Module):
-    """A network without the hooks of its own, which the call around a replay runs."""
+    """A network without the hooks of its own, which the call around a replay runs.
+
+    It does not hold the network, which holds its graphs, and through them this: all are freed with
+    the network's last reference.
+    """
 
     def __init__(self, sparse):
         super().__init__()
-        self.sparse = sparse
+        self._sparse = weakref.ref(sparse)
+
+    @property
+    def sparse(self):
+        """The network."""
+        network = self._sparse()
+        if network is None:
+            raise RuntimeError(
+                "the gradients of a call of what sparsify returned are computed by calling it once "
+                "more, but it is gone; keep it until then"
+            )
+        return network
+
+    def named_modules(self, memo=None, prefix="", remove_duplicate=True):
+        """Yield the modules of the network, for its parameters and buffers."""
+        within = f"{prefix}.sparse" if prefix else "sparse"
+        return self.sparse.named_modules(memo, within, remove_duplicate)
 
     def forward(self, *args, **kwargs):
         """Call the network."""
