@@ -353,3 +353,156 @@ def test_modes_and_hooks(st, asked, mode):
             for pair, dense_pair in zip(seen, its, strict=True):
                 for ours, theirs in zip(pair, dense_pair, strict=True):
                     assert_near((ours + 0).flatten(2), (theirs * on).flatten(2), "float32")
+
+
+def of_few_channels(x, a, b, c, last):
+    """Whole vectors in float32, and not in float16."""
+    return last(torch.cat([a(x), b(x), c(x)], 1))
+
+
+@torch.no_grad()
+def test_other_dtypes_have_other_vectors(st, asked):
+    dense = Of(of_few_channels, conv(C, 4), conv(C, 8), conv(C, 4), conv(C, 8)).eval()
+    sparse = st.sparsify(dense, 16)
+    sparse.break_even = 2.0
+    for seed, narrow in enumerate([False, False, True, True, False, True]):
+        x, (on, mask) = image(seed=seed), networks.blocks((2, 60, 84), 16, 0.4, seed)
+        with torch.autocast("cpu", torch.float16, enabled=narrow):
+            expected = networks.oracle(dense, x, on, 16)
+            result = sparse(x, mask)
+        assert_near(result.float(), expected.float(), "float16" if narrow else "float32")
+    assert sparse._joins.places
+
+
+class Changes(nn.Module):
+    """Makes results of the same numbers in another way in each kind of call."""
+
+    def __init__(self, *kinds):
+        super().__init__()
+        self.convs, self.small = nn.ModuleList(conv(C) for _ in range(3)), conv(C, 8)
+        self.first, self.last, self.kinds, self.kind = conv(3), conv(2 * C, 8), kinds, 0
+
+    def forward(self, x):
+        x = torch.relu(self.first(x))
+        a, b = (one(x) for one in self.convs[:2])
+        _ = a.mean(), b.mean()
+        return self.kinds[self.kind](self, a, b)
+
+
+def joined_late(net, a, b):
+    _ = net.convs[2](a).mean()
+    return net.last(torch.cat([a, b], 1))
+
+
+def joined_again(net, a, b):
+    return net.last(torch.cat([torch.cat([a, b], 1)], 1))
+
+
+def joined(net, a, b):
+    return net.last(torch.cat([a, b], 1))
+
+
+def others_joined(net, a, b):
+    """A narrow result has the number that what was joined had."""
+    narrow = net.small(b)
+    _ = narrow.mean()
+    return net.last(torch.cat([narrow, net.convs[2](a), narrow], 1))
+
+
+def others_alone(net, a, b):
+    narrow = net.small(b)
+    _ = narrow.mean()
+    return torch.cat([narrow, net.convs[2](a)], 1) * 2
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [(joined_late, joined_again), (joined, others_joined), (joined, others_alone)],
+)
+@torch.no_grad()
+def test_numbers_of_other_calls(st, asked, kinds):
+    dense = Changes(*kinds).eval()
+    sparse = st.sparsify(dense, 16)
+    sparse.break_even = 2.0
+    for seed, dense.kind in enumerate([0, 0, 1, 1, 1, 0, 1, 0, 0, 1]):
+        x, (on, mask) = image(seed=seed), networks.blocks((2, 60, 84), 16, 0.4, seed)
+        assert_near(sparse(x, mask), networks.oracle(dense, x, on, 16), "float32")
+
+
+@torch.no_grad()
+def test_streams_have_memory_of_their_own(st, asked, monkeypatch):
+    """Memory that one stream gives back may still be read there."""
+    from sbnet_cupy.torch.network import joins
+
+    stream = [0]
+    monkeypatch.setattr(joins, "_stream_of", lambda stack: stream[0])
+
+    def on_two(x, a, b, last):
+        y = a(x)
+        _ = y.mean()
+        stream[0] = other
+        z = b(x)
+        _ = z.mean()
+        stream[0] = 0
+        return last(torch.cat([y, z], 1))
+
+    dense = Of(on_two, conv(C), conv(C), conv(2 * C, 8)).eval()
+    sparse = st.sparsify(dense, 16)
+    sparse.break_even = 2.0
+    for seed in range(7):
+        other = 1 if seed in (2, 3, 4) else 0
+        x, (on, mask) = image(seed=seed), networks.blocks((2, 60, 84), 16, 0.4, seed)
+        expected = networks.oracle(dense, x, on, 16)
+        asked.clear()
+        assert_near(sparse(x, mask), expected, "float32")
+        assert asked.count("stack_concat") == (0 if seed in (1, 6) else 1)
+
+
+@torch.no_grad()
+def test_every_second_pixel_is_no_result(st, asked):
+    """A result of which pixels are joined is written to no larger stack."""
+
+    def halves(x, a, last):
+        y = a(x)
+        return last(torch.cat([y[..., ::2], y[..., 1::2]], 1))
+
+    dense = Of(halves, conv(C), conv(2 * C, 8)).eval()
+    sparse = st.sparsify(dense, 16)
+    sparse.break_even = 2.0
+    for seed in range(3):
+        x = image(seed=seed)
+        assert_near(sparse(x, torch.ones(2, 60, 84)), dense(x), "float32")
+        assert not sparse._joins.places
+
+
+@torch.no_grad()
+def test_what_is_joined_is_copied_before_its_own_memory_is_written_to(st, asked, monkeypatch):
+    """And not before others are."""
+    from sbnet_cupy.torch.network import aliases
+
+    copied = []
+
+    def settle(x, table, before=aliases.settle):
+        copied.extend([1] if aliases.own(x)["_is_lent"] else [])
+        before(x, table)
+
+    def writes(x, a, b, last):
+        y, z = a(x), torch.relu(b(x))
+        joined = torch.cat([y, x], 1)
+        other = z + 1
+        other.mul_(2)
+        z.add_(other)
+        if own:
+            y.mul_(2)
+        return last(joined) + y + z
+
+    monkeypatch.setattr(aliases, "settle", settle)
+    dense = Of(writes, conv(C), conv(C), conv(2 * C, C)).eval()
+    sparse = st.sparsify(dense, 16)
+    sparse.break_even = 2.0
+    for seed, own in enumerate([False, False, False, True]):
+        x = image(seed=seed)
+        expected = dense(x)
+        copied.clear()
+        assert_near(sparse(x, torch.ones(2, 60, 84)), expected, "float32")
+        assert len(copied) == own

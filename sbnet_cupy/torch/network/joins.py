@@ -6,8 +6,10 @@ their number in a call. What was learned is a hint: a result is where it was mad
 joined, and what is not in its place is copied there, if nothing else is.
 """
 
+import math
 import threading
 
+from .. import _dispatch_state as state
 from .current import Current
 from .layout import new_stack, pitch_of
 
@@ -68,7 +70,7 @@ class Joins:
             covered = {}  # of a stack: the shift of its channels, and those that are joined
             for its, first, channels, own, at in pieces:
                 self._note_width(its, own)
-                root, begin = self._root(its)
+                root, begin = self._root(its, number)
                 shift, parts = covered.setdefault(root, (at - begin - first, set()))
                 if shift == at - begin - first:  # not twice
                     parts.add((begin + first, begin + first + channels))
@@ -80,14 +82,19 @@ class Joins:
             self._find_places()
 
     def _note_width(self, number, width):
-        if self._widths.get(number) != width:
+        if self._widths.get(number) != width:  # so it lies elsewhere, and so do its parts
             self._widths[number] = width
             self._parents.pop(number, None)
+            self._parents = {n: p for n, p in self._parents.items() if p[0] != number}
 
-    def _root(self, number):
-        """Return the stack that a result is a part of, in the end, and its first channel there."""
+    def _root(self, number, end=math.inf):
+        """Return the stack that a result is a part of, in the end, and its first channel there.
+
+        Of those with numbers before ``end``: what is joined has a number before that of the joined
+        stack. Others were learned of a call that joined something else.
+        """
         begin = 0
-        while number in self._parents:
+        while number in self._parents and self._parents[number][0] < end:
             number, shift = self._parents[number]
             begin += shift
         return number, begin
@@ -118,7 +125,7 @@ class JoiningCall:
     def __init__(self, joins):
         self.joins, self.count = joins, 0
         self.wholes = {}  # stacks that are not joined yet, by number
-        self.made = {}  # address of memory -> [(first channel, channels, number)]
+        self.made = {}  # memory and stream -> (its channels, [(first channel, channels, number)])
 
     def place(self, like, block, channels):
         """Return memory for the next result, where it is joined to others if that is known."""
@@ -128,15 +135,15 @@ class JoiningCall:
         part = place and self._part(place, like, block, channels)
         if part is None:
             part = new_stack(like, like.shape[0], block, channels)
-            self.made[part.data_ptr()] = [(0, channels, number)]
+            self.made[_memory_of(part)] = channels, [(0, channels, number)]
         else:
-            self.made[part.untyped_storage().data_ptr()].append((place[1], channels, number))
+            self.made[_memory_of(part)][1].append((place[1], channels, number))
         return part
 
     def take_back(self, part):
         """Take back the last place: no kernel writes a result there."""
         self.count -= 1
-        self.made[part.untyped_storage().data_ptr()].pop()
+        self.made[_memory_of(part)][1].pop()
 
     def join(self, stacks, channels, like, block):
         """Return (memory of the joined stack, which of the stacks have to be copied there).
@@ -164,11 +171,11 @@ class JoiningCall:
             out = self._found(place, stacks, channels, firsts, like, block)
         self.wholes.pop(number, None)
         if out is not None:
-            self.made[out.untyped_storage().data_ptr()].append((place[1], width, number))
+            self.made[_memory_of(out)][1].append((place[1], width, number))
             left = [k for k, s in enumerate(stacks) if not _lies_at(s, out, firsts[k])]
             return out, left
         out = new_stack(like, like.shape[0], block, width)
-        self.made[out.data_ptr()] = [(0, width, number)]
+        self.made[_memory_of(out)] = width, [(0, width, number)]
         return out, list(range(len(stacks)))
 
     def copied(self, stack):
@@ -184,10 +191,8 @@ class JoiningCall:
 
     def _origin(self, stack):
         """Return (number, first channel of it, its channels) of the result that holds a stack."""
-        memory = stack.untyped_storage().data_ptr()
-        entries = self.made.get(memory)
-        pitch = None if entries is None else pitch_of(stack)
-        if pitch is None:
+        pitch, entries = self.made.get(_memory_of(stack), (None, ()))
+        if pitch is None or pitch_of(stack) != pitch:  # others are every second pixel, or so
             return None
         first, channels = stack.storage_offset() % pitch, stack.shape[1]
         holds = [e for e in entries if e[0] <= first and first + channels <= e[0] + e[1]]
@@ -195,6 +200,13 @@ class JoiningCall:
             return None
         begin, its_channels, number = min(holds, key=lambda e: e[1])
         return number, first - begin, its_channels
+
+    def _taken(self, whole):
+        """Return the entries of the results in a whole, or None if it is of another stream.
+
+        Memory is only used again by the stream that it was taken on, so other ones have their own.
+        """
+        return self.made.get(_memory_of(whole), (None, None))[1]
 
     def _part(self, place, like, block, channels):
         """Return the part of a whole that a result is written to, or None where it cannot be."""
@@ -204,19 +216,23 @@ class JoiningCall:
         whole = self.wholes.get(root)
         if whole is None:
             whole = new_stack(like, like.shape[0], block, all_channels)
-            self.wholes[root], self.made[whole.data_ptr()] = whole, []
-        taken = self.made[whole.data_ptr()]
+            self.wholes[root], self.made[_memory_of(whole)] = whole, (all_channels, [])
+        taken = self._taken(whole)
+        if taken is None or not _fits(whole, like, block, place):
+            return None
         free = all(e[0] + e[1] <= first or first + width <= e[0] for e in taken)
-        fits = free and _fits(whole, like, block, all_channels)
-        return channels_of(whole, first, width) if fits else None
+        return channels_of(whole, first, width) if free else None
 
     def _found(self, place, stacks, channels, firsts, like, block):
         """Return the part of a whole that is a joined stack, or None if others lie there."""
-        root, first, width, all_channels = place
+        root, first, width, _ = place
         whole = self.wholes[root]
-        if width != sum(channels) or not _fits(whole, like, block, all_channels):
+        if width != sum(channels) or not _fits(whole, like, block, place):
             return None
-        out, taken = channels_of(whole, first, width), self.made[whole.data_ptr()]
+        taken = self._taken(whole)
+        if taken is None:
+            return None
+        out = channels_of(whole, first, width)
         for stack, count, at in zip(stacks, channels, firsts, strict=True):
             begin, end = first + at, first + at + count
             if _lies_at(stack, out, at):
@@ -226,10 +242,26 @@ class JoiningCall:
         return out
 
 
-def _fits(whole, like, block, channels):
-    """Whether a stack has the dtype, rows and pixels of a result, and so many channels."""
-    sizes = like.shape[0], channels, *block
-    return whole.dtype == like.dtype and tuple(whole.shape) == sizes
+def _memory_of(stack):
+    """Return the address of the memory of a stack, and the stream that uses it."""
+    return stack.untyped_storage().data_ptr(), _stream_of(stack)
+
+
+def _stream_of(stack):
+    """Return the current stream of a GPU, None of other devices."""
+    return state.current_stream(stack.get_device()) if stack.is_cuda else None
+
+
+def _fits(whole, like, block, place):
+    """Whether a stack has the dtype, rows and pixels of a result, and whole vectors at its place.
+
+    What was learned may be of another call: of other channels, or of another dtype.
+    """
+    _, first, width, channels = place
+    lanes, sizes = _VECTOR // like.element_size(), (like.shape[0], channels, *block)
+    aligned = all(n % lanes == 0 for n in (first, width, channels))
+    there = whole.dtype == like.dtype and tuple(whole.shape) == sizes
+    return aligned and there and first + width <= channels
 
 
 def channels_of(whole, first, count):
