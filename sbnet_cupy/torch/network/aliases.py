@@ -272,12 +272,16 @@ def settle(x, table):
 
 
 def about_to_write(x, table, *given):
-    """Make the copies that were put off; note that x is written to, by a function of arguments."""
-    for ref in table.lent:
-        copy = ref()
-        if copy is not None:
-            settle(copy, table)
+    """Make the copies of x that were put off; note that a function of arguments writes to x."""
+    written, others = own(x)["_value"], [ref() for ref in table.lent]
     table.lent.clear()
+    for copy in others:
+        if copy is None or not own(copy)["_is_lent"]:
+            continue
+        if copy is x or table.static or written is None or _share(own(copy)["_value"], written):
+            settle(copy, table)
+        else:
+            table.lent.append(weakref.ref(copy))
     _forget_rests(x, table)
     if own(x)["_memory"] is not None:
         own(x)["_memory"].note_write(tree_leaves(given) if own(x)["_memory"].parts else ())
