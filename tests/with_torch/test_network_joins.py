@@ -97,6 +97,13 @@ def by_depthwise(x, a, b, c, last):
     return last(torch.cat([y, b(y) + c(y)], 1))
 
 
+def by_layer_norm(x, a, b, last):
+    """Likewise what a layer norm reads."""
+    y = a(x)
+    z = F.layer_norm(y.permute(0, 2, 3, 1), (C,)).permute(0, 3, 1, 2)
+    return last(torch.cat([y, b(z)], 1))
+
+
 def one_half(x, a, last):
     """A half alone is joined."""
     return last(torch.cat([a(x).chunk(2, 1)[1], x], 1))
@@ -117,8 +124,12 @@ SHAPES = {  # the network, and what is copied from the third call on: launches o
     "two": (Of(in_two, conv(C), conv(C), conv(2 * C, 8), conv(3 * C, 8)), 1),
     "odd": (Of(odd, conv(C, 5), conv(C, 11), conv(C, 8)), 1),
     "depthwise": (Of(by_depthwise, conv(C), conv(C, C, 3, 1, C), conv(C), conv(2 * C, 8)), 1),
+    "layer norm": (Of(by_layer_norm, conv(C), conv(C), conv(2 * C, 8)), 1),
     "half": (Of(one_half, conv(C, 2 * C), conv(2 * C, 8)), 1),
 }  # fmt: skip
+
+
+COPIED = "other order", "odd", "half", "depthwise", "layer norm", "twice"  # nothing has a place
 
 
 def image(channels=3, seed=1):
@@ -173,7 +184,7 @@ def test_bits_are_those_of_copies_on_a_gpu(require, st, name):
         first = sparse(x, mask)
         for _ in range(3):
             assert torch.equal(sparse(x, mask), first)
-        assert sparse._joins.places or name in ("twice", "other order", "odd", "half", "depthwise")
+        assert sparse._joins.places or name in COPIED
         other = networks.blocks((2, 60, 84), 16, 0.4, 5)[1].cuda()
         replayed, alone = sparse.graphed(x, mask), st.sparsify(net, 16, capacity=30, replay=False)
         assert torch.equal(replayed(x, other), alone(x, other))

@@ -150,7 +150,9 @@ def layer_norm(func, input, normalized_shape, weight=None, bias=None, eps=1e-5, 
     last = T.dims(input) - len(normalized_shape)
     if not isinstance(input, T.StackTensor) or last <= max(T.facts(input)[3]):
         return NotImplemented
-    value, table = T.value_of(input), T.facts(input)[0]
+    value, (table, _, _, hw, _) = T.value_of(input), T.facts(input)
+    if hw == (1, 2) and not table.whole and cuda.serves(value):
+        value = cuda.last(value.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)  # parts are copied
     dtype, narrow = casts.dtype_in(value, F.layer_norm, (2,)), casts.dtype_for(value)
     alike = all(t is None or t.dtype == dtype for t in (weight, bias))
     if not alike or not cuda_affine.norms(value, table, normalized_shape, weight, bias, eps):
