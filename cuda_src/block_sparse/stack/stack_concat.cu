@@ -4,9 +4,9 @@
 //   y[m, i, j, first_k + c] = x_k[m, i / FH, j / FW, (i % FH * FW + j % FW) * C_k + c]
 // or, where x_k is enlarged, each of its pixels becomes FH x FW:
 //   y[m, i, j, first_k + c] = x_k[m, i / FH, j / FW, c]
-// first_k counts the channels ahead of stack k, or is place_k where y has other channels between them. A pixel of x_k lies pitch_k behind the one before, which may have other
-// channels too; of one that is unfolded all are taken. So may those of y, which lie pitch_out apart. Rows of y past the
-// count are not written, or become 0, if y has no other channels.
+// first_k counts the channels ahead of stack k, or is place_k where y has other channels between them. A pixel of x_k lies
+// pitch_k behind the one before, which may have other channels too; of one that is unfolded all are taken. So may those of
+// y, which lie pitch_out apart. Rows of y past the count are not written, or become 0, if y has no other channels.
 // Source: the sub-pixel convolution of Shi et al. 2016, arXiv:1609.05158, whose channels are ordered by pixel here.
 // Python: sbnet_cupy/block_sparse/stack/stack_concat.py
 // Launch: persistent grid of 256 threads; a thread has AT_ONCE vectors of y under way.
@@ -53,7 +53,8 @@ __global__ void __launch_bounds__(256)
             i64 pitch = pitches[0], its_place = places[0];
 #pragma unroll
             for (int k = 1; k < INPUTS; ++k) {
-                if (v >= end) x = inputs[k], input = k, first = end, its = narrow(widths[k]), pitch = pitches[k], its_place = places[k];
+                if (v >= end)
+                    x = inputs[k], input = k, first = end, its = narrow(widths[k]), pitch = pitches[k], its_place = places[k];
                 end += narrow(widths[k]);
             }
             to[a] = (pixel0 + step) * pitch_out + its_place + v - first;

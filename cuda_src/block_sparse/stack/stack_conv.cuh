@@ -305,7 +305,10 @@ private:
     }
 };
 
+// What the channels of y become, if y LIES so.
+template <int LIES>
 DEVICE Unfolding unfolding_of(const Problem& g, i64 down, i64 across) {
+    if constexpr (LIES != UNFOLDED) return {};
     const int n = Problem::narrow(down), m = Problem::narrow(across);
     return {n, m, g.pw, g.K / (n * m)};
 }

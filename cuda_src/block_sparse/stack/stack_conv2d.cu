@@ -194,9 +194,9 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS, BLOCKS) st
         fill = AHEAD;
         const StackRows its_rows{p0, pixels, whole ? nullptr : inside};
         const Result<T, StackRows, LIES> result{residual, y, scale, bias, its_rows, k0, g.K,
-                                                  Problem::narrow(pitch_added), Problem::narrow(pitch_out),
-                                                 LIES == UNFOLDED ? unfolding_of(g, unfold_down, unfold_across) : Unfolding{},
-                                                  {scale + 2 * BN, scale + 3 * BN}};
+                                           Problem::narrow(pitch_added), Problem::narrow(pitch_out),
+                                           unfolding_of<LIES>(g, unfold_down, unfold_across),
+                                           {scale + 2 * BN, scale + 3 * BN}};
         if (residual && !PARTIALS) result.template prefetch<BM, BN>(threadIdx.x, THREADS);
 
         float acc[MT][NT][4];

@@ -267,7 +267,8 @@ __global__ void __launch_bounds__(Engine<T, TH * TW * PATCHES, BN, WM, WN>::THRE
                 }
                 if (residual) {  // it is read at the end
                     const PatchRows<TH, TW, PATCHES> its{parts, table, tile / across, true};
-                    const Result<T, PatchRows<TH, TW, PATCHES>, LIES> result{residual, y, nullptr, nullptr, its, tile % across * BN, g.K, Problem::narrow(pitch_added), 0, {}};
+                    const Result<T, PatchRows<TH, TW, PATCHES>, LIES> result{
+                        residual, y, nullptr, nullptr, its, tile % across * BN, g.K, Problem::narrow(pitch_added)};
                     result.template prefetch<BM, BN>(thread, PATCH_COPIERS);
                 }
             }
@@ -353,8 +354,8 @@ __global__ void __launch_bounds__(Engine<T, TH * TW * PATCHES, BN, WM, WN>::THRE
             const float* const scale = shared.tables + its_tables.slot * (TABLES<ACTIVATION> * BN);
             const PatchRows<TH, TW, PATCHES> its{parts, table, tile / across, whole};
             const Result<T, PatchRows<TH, TW, PATCHES>, LIES> result{
-                residual, y, scale, scale + BN, its, tile % across * BN, g.K, Problem::narrow(pitch_added), Problem::narrow(pitch_out),
-                LIES == UNFOLDED ? unfolding_of(g, unfold_down, unfold_across) : Unfolding{},
+                residual, y, scale, scale + BN, its, tile % across * BN, g.K, Problem::narrow(pitch_added),
+                Problem::narrow(pitch_out), unfolding_of<LIES>(g, unfold_down, unfold_across),
                 {scale + 2 * BN, scale + 3 * BN}};
             result.template store<ACTIVATION, VECTOR_OUT, false, Product>(acc);
             __syncwarp();

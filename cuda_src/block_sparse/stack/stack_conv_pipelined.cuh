@@ -178,7 +178,8 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
         };
         const auto prefetch_residual = [&](int p0, int k0, int end) {
             if (residual)
-                Result<T, StackRows, LIES>{residual, y, nullptr, nullptr, {p0, end, nullptr}, k0, g.K, Problem::narrow(pitch_added), 0, {}}.template prefetch<BM, BN>(
+                Result<T, StackRows, LIES>{residual, y, nullptr, nullptr, {p0, end, nullptr}, k0, g.K,
+                                           Problem::narrow(pitch_added)}.template prefetch<BM, BN>(
                     recomputed(helper) + rank * RESIDUAL_COPIERS, RESIDUAL_COPIERS * SPLIT);
         };
         // The same of a pixel of images, and those to whom results go.
@@ -386,9 +387,9 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + TEAMS * C
             const int* const found = IMAGES || !whole ? shared.inside + found_stage.slot * BM : nullptr;
             const Rows its_rows = rows_of<IMAGES>(p0, end, found);
             const Result<T, Rows, LIES> result{residual, y, shared.scale, shared.bias, its_rows, k0, g.K,
-                                                  Problem::narrow(pitch_added), Problem::narrow(pitch_out),
-                                                 LIES == UNFOLDED ? unfolding_of(g, unfold_down, unfold_across) : Unfolding{},
-                                                  {shared.scale + 2 * BN, shared.scale + 3 * BN}};
+                                               Problem::narrow(pitch_added), Problem::narrow(pitch_out),
+                                               unfolding_of<LIES>(g, unfold_down, unfold_across),
+                                               {shared.scale + 2 * BN, shared.scale + 3 * BN}};
             using Loaded = typename Result<T, Rows, LIES>::template Loaded<Product>;
             Loaded loaded;
             constexpr bool EARLY = !PARTIALS && (LISTED || !IMAGES) && SPLIT == 1 && RESULTS == 0 && VECTOR_OUT && Loaded::FEW;

@@ -1,7 +1,8 @@
 """Channels of a pixel as vectors: properties of the sizes of kernels that read stacks.
 
 The sizes have ``channels``, ``element_bytes`` and ``alignment``, the bytes of which the addresses
-of stacks are multiples.
+of stacks are multiples; those of kernels that read or write parts of other stacks have ``pitches``,
+the channels from a pixel to the next.
 """
 
 from ...core.arrays import vector_bytes
@@ -12,7 +13,8 @@ _LANES = 8
 @property
 def vector(sizes):
     """Bytes of the widest access."""
-    return vector_bytes(sizes.channels * sizes.element_bytes, sizes.alignment)
+    each = sizes.channels, *getattr(sizes, "pitches", ())
+    return vector_bytes(sizes.alignment, *(c * sizes.element_bytes for c in each))
 
 
 @property

@@ -9,15 +9,15 @@ For what runs networks on a stack. Kernel: cuda_src/block_sparse/stack/stack_aff
 x, residual and out are stacks, as in stack_launch.py, of which the last two may have a wider dtype;
 scale and shift are ``[C]``, or ``[N, C]`` of each image; slopes, of a PReLU, are float32 ``[C]``;
 rounded is the result in one more dtype. All but x and out may be None. Rows of results past the
-count are not written, and pixels outside their image may hold anything. x and the residual may be
-some channels of other stacks: ``part_of`` and ``added_part_of`` of StackAffine.
+count are not written, and pixels outside their image may hold anything. x, residual and out may
+be some channels of other stacks: ``part_of``, ``added_part_of`` and ``out_part_of``.
 """
 
 import math
 from typing import NamedTuple
 
 from ...core import launch as kernels
-from ...core.arrays import vector_bytes
+from . import channel_vectors
 
 PRELU = 8  # as in stack_affine.cu: what is below 0 times the slope of its channel
 
@@ -48,11 +48,7 @@ class StackAffine(NamedTuple):
         parts = self.part_of, self.added_part_of, self.out_part_of
         return tuple(part or self.channels for part in parts)
 
-    @property
-    def vector(self):
-        """Channels of a thread."""
-        sizes = (c * self.element_bytes for c in (self.channels, *self.pitches))
-        return vector_bytes(self.alignment, *sizes) // self.element_bytes
+    vector = channel_vectors.elements  # channels of a thread
 
 
 def prepare_stack_affine(affine, settled=False):

@@ -20,6 +20,11 @@ MOST_INPUTS = 8
 _LARGEST = 1 << 15  # pixels of a block, and vectors of a pixel, so that divisions are exact
 
 
+def side_by_side(channels):
+    """Return the first channel of each stack in the one that holds them in turn."""
+    return [sum(channels[:k]) for k in range(len(channels))]
+
+
 def prepare_stack_concat(
     rows, block, channels, itemsize, unfolded=(), enlarged=(), factors=(1, 1), pitches=None,
     alignment=16, clear_rows=True, part_of=None,
@@ -59,8 +64,7 @@ def prepare_stack_concat(
         raise ValueError("clear_rows must be False where the result is a part of another stack")
     pitches = channels if pitches is None else pitches
     pitch_out = part_of or sum(channels)
-    if firsts is None:
-        firsts = [sum(channels[:k]) for k in range(len(channels))]
+    firsts = side_by_side(channels) if firsts is None else firsts
     all_channels = *channels, *pitches, *firsts, pitch_out
     width = vector_bytes(alignment, *(c * itemsize for c in all_channels))
     vectors, steps, places = (

@@ -350,7 +350,7 @@ def plan_stack_conv(conv, device):
     if conv.shortcut is not None or conv.of_images:
         plans = [plan for plan in plans if plan.kernel == "stack_conv_pipelined"]
     if conv.unfolded is not None:
-        plans = [plan for plan in plans if not getattr(plan, "partials", False)]
+        plans = [plan for plan in plans if not plan.partials]
     return min(plans, key=lambda plan: plan_cost(plan, conv, device), default=None)
 
 

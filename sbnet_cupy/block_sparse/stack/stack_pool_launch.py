@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...core import launch as kernels
-from ...core.arrays import empty, vector_bytes
+from ...core.arrays import empty
 from ...core.device import current_device
 from ...core.graph_memory import keep_if_capturing
 from . import channel_vectors
@@ -65,7 +65,7 @@ class StackPool(NamedTuple):
     image_out: tuple[int, int] = (0, 0)  # of a gradient alone
     windows: tuple[int, int] = (1, 1)  # of an image, of a global one; more are an adaptive pooling
 
-    vectors = channel_vectors.vectors
+    vector, vectors = channel_vectors.vector, channel_vectors.vectors
     slices = channel_vectors.slices  # thread blocks of a global pooling that take a pixel
 
     @property
@@ -77,12 +77,6 @@ class StackPool(NamedTuple):
     def is_pitched(self):
         """Whether x or out is a part of another stack."""
         return self.part_of is not None or self.out_part_of is not None
-
-    @property
-    def vector(self):
-        """Bytes of the widest access."""
-        each = (self.channels, *self.pitches)
-        return vector_bytes(self.alignment, *(c * self.element_bytes for c in each))
 
     @property
     def steps(self):

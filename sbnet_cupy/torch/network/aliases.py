@@ -273,15 +273,8 @@ def settle(x, table):
 
 def about_to_write(x, table, *given):
     """Make the copies of x that were put off; note that a function of arguments writes to x."""
-    written, others = own(x)["_value"], [ref() for ref in table.lent]
-    table.lent.clear()
-    for copy in others:
-        if copy is None or not own(copy)["_is_lent"]:
-            continue
-        if copy is x or table.static or written is None or _share(own(copy)["_value"], written):
-            settle(copy, table)
-        else:
-            table.lent.append(weakref.ref(copy))
+    for copy in _taken_out(table.lent, x, table):
+        settle(copy, table)
     _forget_rests(x, table)
     if own(x)["_memory"] is not None:
         own(x)["_memory"].note_write(tree_leaves(given) if own(x)["_memory"].parts else ())
@@ -311,17 +304,25 @@ def note_rest(x, table, rest):
 
 def _forget_rests(x, table):
     """Forget what StackTensors hold where the input is 0 that share the memory of one."""
-    written, others = own(x)["_value"], [ref() for ref in table.rests]
-    table.rests.clear()
-    for other in others:
-        if other is None or own(other)["_rest"] is None:
+    for other in _taken_out(table.rests, x, table):
+        own(other)["_rest"] = None
+
+
+def _taken_out(refs, x, table):
+    """Take out of a list of weak references the StackTensors that a write to x may change."""
+    written, found, left = own(x)["_value"], [], []
+    for ref in refs:
+        other = ref()
+        if other is None:
             continue
         value = own(other)["_value"]
         unknown = table.static or written is None or value is None
         if other is x or unknown or _share(value, written):
-            own(other)["_rest"] = None
+            found.append(other)
         else:
-            table.rests.append(weakref.ref(other))
+            left.append(ref)
+    refs[:] = left
+    return found
 
 
 def viewed(x, table, func, value, *args, **kwargs):

@@ -208,9 +208,8 @@ def _describe(dtype, rows, images, grid, channels, block, size, **window):
 
     itemsize = torch.empty(0, dtype=dtype).element_size()
     return StackPool(
-        cuda._ELEMENTS[dtype], itemsize, rows, images, grid, channels, block, size,
-        **window,
-    )  # fmt: skip
+        cuda._ELEMENTS[dtype], itemsize, rows, images, grid, channels, block, size, **window
+    )
 
 
 def _lying(pool, part_of, out_part_of, alignment):

@@ -8,7 +8,7 @@ import math
 
 import torch
 
-from ...block_sparse.stack.stack_concat import MOST_INPUTS, prepare_stack_concat
+from ...block_sparse.stack.stack_concat import MOST_INPUTS, prepare_stack_concat, side_by_side
 from . import cuda, joins
 
 _PLANS = {}  # (device, what, sizes) -> what launches a kernel, or None
@@ -35,7 +35,7 @@ def concat(stacks, table, enlarged=(), factors=(1, 1)):
     block = tuple(n * f for n, f in zip(like.shape[2:], grown, strict=True))
     as_they_are = [None if k in enlarged else s for k, s in enumerate(stacks)]
     out, left = joins.join(as_they_are, channels, like, table, block)
-    firsts = [sum(channels[:k]) for k in range(len(channels))]
+    firsts = side_by_side(channels)
     for i in range(0, len(left), MOST_INPUTS):
         ks = left[i : i + MOST_INPUTS]
         given = ([each[k] for k in ks] for each in (stacks, channels, firsts))
@@ -75,8 +75,7 @@ def _copy(stacks, channels, firsts, table, unfolded, enlarged, factors, out):
     aligned = math.gcd(16, out.data_ptr(), *(x.data_ptr() for x in inputs))
     facts = (
         out.shape[0], tuple(out.shape[2:]), tuple(channels), out.element_size(), tuple(unfolded),
-        tuple(enlarged), factors, pitches, aligned, cuda.pitch_of(out),
-        tuple(firsts),
+        tuple(enlarged), factors, pitches, aligned, cuda.pitch_of(out), tuple(firsts),
     )  # fmt: skip
     launch = cuda.prepared(_PLANS, ("concat", facts), out, _prepare_concat, *facts)
     if launch is None:

@@ -9,6 +9,7 @@ joined, and what is not in its place is copied there, if nothing else is.
 import math
 import threading
 
+from ...block_sparse.stack.stack_concat import side_by_side
 from .. import _dispatch_state as state
 from .current import Current
 from .layout import new_stack, pitch_of
@@ -157,7 +158,7 @@ class JoiningCall:
         """
         number, width, lanes = self.count, sum(channels), _VECTOR // like.element_size()
         self.count += 1
-        firsts = [sum(channels[:k]) for k in range(len(channels))]
+        firsts = side_by_side(channels)
         pieces = []
         for stack, count, at in zip(stacks, channels, firsts, strict=True):
             found = None if stack is None else self._origin(stack)
@@ -220,8 +221,7 @@ class JoiningCall:
         taken = self._taken(whole)
         if taken is None or not _fits(whole, like, block, place):
             return None
-        free = all(e[0] + e[1] <= first or first + width <= e[0] for e in taken)
-        return channels_of(whole, first, width) if free else None
+        return channels_of(whole, first, width) if _are_free(taken, first, width) else None
 
     def _found(self, place, stacks, channels, firsts, like, block):
         """Return the part of a whole that is a joined stack, or None if others lie there."""
@@ -233,13 +233,14 @@ class JoiningCall:
         if taken is None:
             return None
         out = channels_of(whole, first, width)
-        for stack, count, at in zip(stacks, channels, firsts, strict=True):
-            begin, end = first + at, first + at + count
-            if _lies_at(stack, out, at):
-                continue
-            if any(e[0] < end and begin < e[0] + e[1] for e in taken):
-                return None
-        return out
+        each = zip(stacks, channels, firsts, strict=True)
+        right = all(_lies_at(s, out, at) or _are_free(taken, first + at, n) for s, n, at in each)
+        return out if right else None
+
+
+def _are_free(taken, first, count):
+    """Whether so many channels, from the first one on, are of no result."""
+    return all(begin + n <= first or first + count <= begin for begin, n, _ in taken)
 
 
 def _memory_of(stack):

@@ -203,11 +203,12 @@ class SparseModel(Report, nn.Module):
         if kept.keeps and not trained:
             kept.follow(self.model)
         table.weights = None if trained else kept
-        if not (trained or table.whole) and cuda.serves(x):
+        by_kernels = not table.whole and cuda.serves(x)
+        if by_kernels and not trained:
             table.joins = JoiningCall(self._joins)
         value = plan = None
         aliases.note_order(x, table)
-        if not table.whole and cuda.serves(x):
+        if by_kernels:
             plan = Entry(x, table)
         else:
             value = table.compute(gathered, x, table)
