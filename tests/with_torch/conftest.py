@@ -27,9 +27,24 @@ def last(*tensors):
     return [t if t is None else t.permute(0, 2, 3, 1) for t in tensors]
 
 
-def start(launch, *tensors):
-    """Call what stands for a kernel with tensors in place of their addresses."""
+def start(launch, *tensors, order=None, out=None):
+    """Call what stands for a kernel with tensors in place of their addresses.
+
+    Where it is said what the kernel writes, it must write nothing else: the order of a CUDA graph's
+    kernels is made of it.
+    """
+    if out is None:
+        launch(*tensors)
+        return
+    outs = [t for t in (out if isinstance(out, tuple) else (out,)) if t is not None]
+    written = {t.data_ptr() for t in outs}
+    assert written <= {t.data_ptr() for t in tensors if hasattr(t, "shape")}
+    read = [t for t in tensors if hasattr(t, "shape") and t.data_ptr() not in written]
+    before = [t.clone() for t in read]
     launch(*tensors)
+    for now, then in zip(read, before, strict=True):
+        same = now.equal(then) or bool(((now == then) | (now != now)).all())  # NaN is left
+        assert same, "a kernel wrote what it does not say"
 
 
 @pytest.fixture

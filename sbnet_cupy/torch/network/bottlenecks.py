@@ -54,7 +54,8 @@ def run(chain):
             break
     out = cuda.new_stack(x, x.shape[0], block, x.shape[1])
     packed = _packed(x, weights, pack, form)
-    cuda.start(launch, cuda.last(x), packed, table.counts, table.indices, table.places, out)
+    lists = table.counts, table.indices, table.places
+    cuda.start(launch, cuda.last(x), packed, *lists, out, order=table.order, out=out)
     table.settled = True
     return out
 

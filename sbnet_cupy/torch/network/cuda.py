@@ -126,23 +126,39 @@ def prepared(plans, key, x, prepare, *facts):
     return plans[key]
 
 
-def start(launch, *tensors):
-    """Launch a kernel with tensors of one GPU, on its current stream; None is a null pointer."""
+def start(launch, *tensors, order=None, out=()):
+    """Launch a kernel with tensors of one GPU, on its current stream; None is a null pointer.
+
+    In a call with an ``order`` it waits for those kernels alone that it has to wait for, by its
+    tensors: ``out`` are those that it writes, one or several.
+    """
     device = tensors[0].get_device()
     addresses = [0 if t is None else t.data_ptr() for t in tensors]
-    if device == state.current_device():
+    if device != state.current_device():
+        with torch.cuda.device(device):
+            launch.on(state.current_stream(device), addresses)
+    elif order is None:
         launch.on(state.current_stream(device), addresses)
-        return
-    with torch.cuda.device(device):
-        launch.on(state.current_stream(device), addresses)
+    else:
+        stream = state.current_stream(device)
+        order.launch(lambda: launch.on(stream, addresses), stream, tensors, out)
 
 
-def start_with_memory(launch, *tensors):
-    """Launch kernels that take memory of their own; the first tensor is on the device."""
+def start_with_memory(launch, *tensors, order=None, out=()):
+    """Launch kernels that take memory of their own, as :func:`start` does.
+
+    The first tensor is on the device.
+    """
     from cupy.cuda import using_allocator
 
-    with _at_home(tensors[0]), using_allocator(allocate):
+    def run():
         launch(*(view(t) if isinstance(t, torch.Tensor) else t for t in tensors))
+
+    with _at_home(tensors[0]), using_allocator(allocate if order is None else order.allocate):
+        if order is None:
+            run()
+        else:
+            order.launch(run, state.current_stream(tensors[0].get_device()), tensors, out)
 
 
 def last(x):
@@ -260,9 +276,10 @@ def conv(
     stacks = x if parts[0] else last(x), residual if parts[1] else last(residual)
     given = stacks[0], *weights, stacks[1], table.counts, table.indices, table.places, y, *behind
     if plain:
-        start(launch, *given)
+        start(launch, *given, order=table.order, out=y)
     else:  # which takes memory for sums, or for padded channels
-        start_with_memory(launch, *(t if t is None or t.dim() < 4 else _flat(t) for t in given))
+        given = [t if t is None or t.dim() < 4 else _flat(t) for t in given]
+        start_with_memory(launch, *given, order=table.order, out=y)
     table.settled = True  # what wrote the table lies behind a kernel that waited for it
     if table.deep is None and math.prod(block_out) * _DEEP <= math.prod(table.block):
         table.deep = moment(y) or False  # asked once
@@ -417,7 +434,8 @@ def halo(x, table, block, size, pads, fill, mode):
     )  # fmt: skip
     launch = prepared(_PLANS, facts, x, _prepare_halo, *facts)
     out = new_stack(x, rows, (block[0] + pads[0] + pads[1], block[1] + pads[2] + pads[3]), channels)
-    start(launch, last(x), table.counts, table.indices, table.places, out)
+    given = last(x), table.counts, table.indices, table.places, out
+    start(launch, *given, order=table.order, out=out)
     table.settled = True
     return out
 

@@ -62,7 +62,8 @@ def affine(
     )  # fmt: skip
     facts += (*lie, table.settled)
     launch = cuda.prepared(_PLANS, facts, x, _prepare, *facts)
-    cuda.start(launch, rows, scale, shift, last, slopes, table.counts, table.indices, out, low)
+    given = rows, scale, shift, last, slopes, table.counts, table.indices, out, low
+    cuda.start(launch, *given, order=table.order, out=(out, low))
     table.settled = True
     y = finish(y, None, activation) if code is None else y
     if also is None:
@@ -136,7 +137,7 @@ def layer_norm(x, table, weight, bias, eps, dtype=None):
     out, facts = torch.empty_like(x, dtype=dtype), (*dtypes, *_sizes_of(x), eps, settled)
     key = "layer norm", facts
     launch = cuda.prepared(_PLANS, key, x, _prepare_layer_norm, *facts)
-    cuda.start(launch, x, weight, bias, table.counts, out)
+    cuda.start(launch, x, weight, bias, table.counts, out, order=table.order, out=out)
     table.settled = True
     return out
 

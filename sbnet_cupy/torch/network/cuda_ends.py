@@ -68,7 +68,8 @@ def conv(
     y = cuda.new_stack(image, table.rows, block_out, channels_out)
     packed = cuda._packed(image, weight, bias, pack, _PACKED)
     behind = () if scaled is None else (scaled,)
-    cuda.start(launch, image, packed, table.counts, table.indices, table.places, y, *behind)
+    given = image, packed, table.counts, table.indices, table.places, y, *behind
+    cuda.start(launch, *given, order=table.order, out=y)
     table.settled = True
     return finish(y, None, activation) if cuda.code_of(activation) is None else y
 
@@ -169,7 +170,8 @@ def scatter(value, table, block, size, hw, outside=0.0):
     launch = cuda.prepared(_PLANS, facts, value, _prepare_scatter, *facts)
     if launch is None:
         return None
-    cuda.start(launch, rows, table.counts, table.places, background, out)
+    given = rows, table.counts, table.places, background, out
+    cuda.start(launch, *given, order=table.order, out=out)
     return out.permute(back)
 
 

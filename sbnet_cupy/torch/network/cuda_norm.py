@@ -77,7 +77,8 @@ def of_images(x, table, block, size, groups, weight, bias, eps):
     count = norm.moments if in_group > 1 else 0
     moments = torch.empty(count, dtype=torch.float32, device=device)
     given = cuda.last(x), table.counts, table.indices, weight, bias
-    cuda.start(launch, *given, memory, moments, scale, shift)
+    outs = memory, moments, scale, shift
+    cuda.start(launch, *given, *outs, order=table.order, out=outs)
     table.settled = True
     return scale, shift
 

@@ -193,7 +193,8 @@ def _run(prepare, facts, rows, table, out):
         return False
     launch, plain = found
     begin = cuda.start if plain else cuda.start_with_memory
-    begin(launch, rows, table.counts, table.indices, table.places, out)
+    given = rows, table.counts, table.indices, table.places, out
+    begin(launch, *given, order=table.order, out=out)
     table.settled = True
     return True
 

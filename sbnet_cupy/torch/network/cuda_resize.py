@@ -80,7 +80,8 @@ def _copy(stacks, channels, firsts, table, unfolded, enlarged, factors, out):
     launch = cuda.prepared(_PLANS, ("concat", facts), out, _prepare_concat, *facts)
     if launch is None:
         return False
-    cuda.start(launch, *inputs, table.counts, out.permute(0, 2, 3, 1))
+    given = *inputs, table.counts, out.permute(0, 2, 3, 1)
+    cuda.start(launch, *given, order=table.order, out=out)
     table.settled = True
     return True
 

@@ -19,6 +19,7 @@ from .entry import Entry, gathered
 from .image_values import flush, plainly
 from .joins import JoiningCall, Joins, joining
 from .options import CHECKS, check_outside
+from .order import order_of
 from .piles import as_images
 from .recordings import may_record
 from .replay import Replays, may_replay
@@ -194,7 +195,9 @@ class SparseModel(Report, nn.Module):
         """Run the network on a table's blocks."""
         left.watch(table, outside)
         y = self._result(table, x, args, kwargs)
-        return finished_tree(y, outside, table, self.model)
+        images = finished_tree(y, outside, table, self.model)
+        table.order = None
+        return images
 
     def _result(self, table, x, args=(), kwargs=None):
         """Return what the network returns, with stacks in place of images."""
@@ -205,7 +208,7 @@ class SparseModel(Report, nn.Module):
         table.weights = None if trained else kept
         by_kernels = not table.whole and cuda.serves(x)
         if by_kernels and not trained:
-            table.joins = JoiningCall(self._joins)
+            table.joins, table.order = JoiningCall(self._joins), order_of(x)
         value = plan = None
         aliases.note_order(x, table)
         if by_kernels:

@@ -65,7 +65,7 @@ def run(plan, x, weight, bias):
     )
     lists = table.counts, table.indices, table.places
     x, also = (t if part else cuda.last(t) for t, part in zip((x, also), parts, strict=False))
-    cuda.start(launch, x, first, also, second, *lists, y)
+    cuda.start(launch, x, first, also, second, *lists, y, order=table.order, out=y)
     table.settled = True
     return y
 

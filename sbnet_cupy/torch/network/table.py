@@ -43,6 +43,7 @@ class Table:
         self.weights = None
         self.tape = None  # of a call that is recorded
         self.joins = None  # of a call, what is written side by side: joins.JoiningCall
+        self.order = None  # in a capture, of a call's kernels: order.CallOrder
         self.borders = False
         self.in_order = True  # whether what is made lies as N, C, H, W in the dense network
         self.left = None  # functions by which anything left the stack, with modules: left.watch

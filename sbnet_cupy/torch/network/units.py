@@ -162,7 +162,8 @@ def _launch(x, like, weights, residual, chain):
     packed = [cuda._packed(x, *one, pack) for one, pack in zip(weights, packs, strict=True)]
     packed += [None] * (3 - len(packed))
     lists = table.counts, table.indices, table.places
-    cuda.start(launch, cuda.last(x), *packed, cuda.last(residual), *lists, out)
+    given = cuda.last(x), *packed, cuda.last(residual), *lists, out
+    cuda.start(launch, *given, order=table.order, out=out)
     table.settled = True
     return out
 
