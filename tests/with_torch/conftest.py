@@ -70,12 +70,23 @@ def asked(torch, st, monkeypatch):
     def prepare_conv(
         dtype, rows, images, grid, block, block_out, image, image_out, channels, channels_out,
         kernel, strides, dilation, pads, activation, depthwise, group, parts, unfolded, settled,
-        clear_rows,
+        clear_rows, of_weights,
     ):  # fmt: skip
         scales_last, activation = bool(activation & 1 << 30), activation & ~(1 << 30)
 
+        def padded(weight, bias, in_groups):
+            """Return weights with zeros for the channels that pad pixels, as they are packed."""
+            if in_groups or of_weights == (channels, channels_out):
+                return weight, bias
+            names[-1] += " padded"
+            more = [n - own for n, own in zip((channels, channels_out), of_weights, strict=True)]
+            pad = torch.nn.functional.pad
+            weight = pad(weight, (0, 0, 0, 0, 0, more[0], 0, more[1]))
+            return weight, bias if bias is None else pad(bias, (0, more[1]))
+
         def run(x, weight, bias, residual, counts, indices, places, out, scaled=None):
             names.append("depthwise" if depthwise else "settled" if settled else "conv")
+            weight, bias = padded(weight, bias, group or depthwise)
             for stack, channels_of in zip((x, residual, out), parts, strict=True):
                 assert stack is None or cuda.pitch_of(stack) == (channels_of or stack.shape[1])
             x, residual, out = last(x, residual, out)
@@ -136,7 +147,7 @@ def asked(torch, st, monkeypatch):
         run = prepare_conv(
             dtype, rows, images, grid, block, block_out, size, size_out, channels, out, kernel,
             stride, dilation, (pads[0], pads[2]), 0, False, None, (None,) * 3, None, False,
-            clear_rows,
+            clear_rows, (channels, out),
         )[0]  # fmt: skip
 
         def launch(x, weight, bias, packed, *lists_and_y):
@@ -167,7 +178,7 @@ def asked(torch, st, monkeypatch):
         facts = (
             dtype, rows, images, grid, block, block_out, image, image_out, channels, channels_out,
             kernel, strides, dilation, pads, activation, False, None, (None,) * 3, None, False,
-            False,
+            False, (channels, channels_out),
         )  # fmt: skip
         conv = prepare_conv(*facts)[0]
 

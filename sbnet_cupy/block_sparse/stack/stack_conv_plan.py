@@ -351,7 +351,21 @@ def plan_stack_conv(conv, device):
         plans = [plan for plan in plans if plan.kernel == "stack_conv_pipelined"]
     if conv.unfolded is not None:
         plans = [plan for plan in plans if not plan.partials]
+    if not conv.vectors_out and conv.unfolded is None:
+        lanes = 16 // conv.element_bytes
+        padded = conv._replace(
+            channels_out=-(-conv.channels_out // lanes) * lanes, vectors_out=True
+        )
+        like = plan_stack_conv(padded, device)
+        plans = [plan for plan in plans if like and _adds_up_alike(plan, like)]
     return min(plans, key=lambda plan: plan_cost(plan, conv, device), default=None)
+
+
+def _adds_up_alike(plan, other):
+    """Whether sums have the same bits: the same engine, and thread blocks that share K."""
+    if type(plan) is not type(other) or plan.kernel != other.kernel:
+        return False
+    return getattr(plan, "split", 1) == getattr(other, "split", 1)
 
 
 def plan_cost(plan, conv, device):

@@ -238,6 +238,7 @@ def conv(
     channels, out_channels = x.shape[1], weight.shape[0]
     depthwise = is_depthwise(x, weight, groups)
     group = (channels // groups, out_channels // groups) if groups > 1 and not depthwise else None
+    code = code_of(activation)
     if x.dtype != weight.dtype or records(weight, bias, residual):
         return None
     if x.dtype == torch.float32 and not depthwise and not torch.backends.cudnn.allow_tf32:
@@ -253,13 +254,23 @@ def conv(
         parts, y = (None, None, None), new_stack(x, x.shape[0], block_out, out_channels)
     else:
         y_block, y_channels = _unfolded(block_out, out_channels, unfolded)
-        y = joins.place(x, table, y_block, y_channels)
+        plain = group is scaled is unfolded is None and code is not None
+        added = () if residual is None else (residual,)
+        may_pad = plain and (residual is None or joins.whole_of(residual) is not None)
+        y = joins.place(x, table, y_block, y_channels, may_pad, added)
         parts = part_pitch(x), part_pitch(residual), part_pitch(y)
+    out = y
+    if group is None and not depthwise:
+        x = joins.in_vectors(x, table)
+        if joins.whole_of(y) is not None:
+            out = joins.whole_of(y)
+            residual = None if residual is None else joins.in_vectors(residual, table)
     facts = (
         x.dtype, x.shape[0], table.batch, table.grid, block, block_out, size, size_out,
-        channels, out_channels, kernel, stride, dilation, (pads[0], pads[2]),
-        number_of(activation, scaled), depthwise, group, parts, unfolded,
+        x.shape[1], out.shape[1] if unfolded is None else out_channels, kernel, stride, dilation,
+        (pads[0], pads[2]), number_of(activation, scaled), depthwise, group, parts, unfolded,
         is_known(scaled) and table.settled and _is_packed(weight, bias, kept), _clears(table),
+        (channels, out_channels),
     )  # fmt: skip
     run = prepared(_PLANS, facts, x, _prepare_conv, *facts)
     if run is None:
@@ -274,16 +285,16 @@ def conv(
         weights = (_packed(x, weight, bias, pack),)
     behind = () if scaled is None else (scaled,)
     stacks = x if parts[0] else last(x), residual if parts[1] else last(residual)
-    given = stacks[0], *weights, stacks[1], table.counts, table.indices, table.places, y, *behind
+    given = stacks[0], *weights, stacks[1], table.counts, table.indices, table.places, out, *behind
     if plain:
-        start(launch, *given, order=table.order, out=y)
+        start(launch, *given, order=table.order, out=out)
     else:  # which takes memory for sums, or for padded channels
         given = [t if t is None or t.dim() < 4 else _flat(t) for t in given]
-        start_with_memory(launch, *given, order=table.order, out=y)
+        start_with_memory(launch, *given, order=table.order, out=out)
     table.settled = True  # what wrote the table lies behind a kernel that waited for it
     if table.deep is None and math.prod(block_out) * _DEEP <= math.prod(table.block):
         table.deep = moment(y) or False  # asked once
-    return finish(y, None, activation) if code_of(activation) is None else y
+    return finish(y, None, activation) if code is None else y
 
 
 def _unfolded(block, channels, pixels):
@@ -310,12 +321,13 @@ def _is_mostly_padding(channels, itemsize, kernel):
 def _prepare_conv(
     dtype, rows, images, grid, block, block_out, image, image_out, channels, channels_out, kernel,
     strides, dilation, pads, activation, depthwise, group, parts, unfolded, settled, clear_rows,
+    of_weights,
 ):  # fmt: skip
     """Return (launch, pack, whether addresses are enough) for the current device, or None.
 
     ``parts`` are the pitches of x, the residual and y where they are parts of other stacks, and
     None elsewhere. ``unfolded`` as in :func:`conv`, ``settled`` and ``clear_rows`` as in
-    ``prepare_stack_conv``.
+    ``prepare_stack_conv``. ``of_weights`` are the channels of x and y that are no padding.
     """
     from ...block_sparse.stack import stack_launch
     from ...block_sparse.stack.stack_conv_plan import (
@@ -341,7 +353,8 @@ def _prepare_conv(
     if missing_kernel(conv, device) is not None:
         return None
     plain = conv.vectors_in and not plan_stack_conv(conv, device).partials
-    return stack_launch.prepare_stack_conv(conv, settled, clear_rows), Packs(conv), plain
+    packs = Packs(conv._replace(channels=of_weights[0], channels_out=of_weights[1]))
+    return stack_launch.prepare_stack_conv(conv, settled, clear_rows), packs, plain
 
 
 class Packs:

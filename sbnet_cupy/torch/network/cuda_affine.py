@@ -38,13 +38,18 @@ def affine(
     those of a PReLU in place of an activation.
     """
     like, dtype = shift if scale is None else scale, dtype or x.dtype
+    code, out_part_of, y = cuda.code_of(activation), None, None
+    if dtype == x.dtype and like is slopes is also is None and code is not None:
+        given = (x,) if residual is None else (x, residual)
+        y, (x, *added), out = joins.place_like(given, table, x.shape[2:], x.shape[1])
+        residual = added[0] if added else None
+    elif dtype == x.dtype:
+        out = y = joins.place(x, table, x.shape[2:], x.shape[1])
     rows, part_of = cuda.rows_and_pitch(x)
     last, added_part_of = (None, None) if residual is None else cuda.rows_and_pitch(residual)
     m, h, w, channels = rows.shape
-    code, out_part_of = cuda.code_of(activation), None
-    if dtype == x.dtype:
-        y = joins.place(x, table, (h, w), channels)
-        out, out_part_of = cuda.rows_and_pitch(y)
+    if y is not None:
+        out, out_part_of = cuda.rows_and_pitch(out)
     else:
         out = torch.empty_like(rows, dtype=dtype, memory_format=torch.contiguous_format)
         y = out.permute(0, 3, 1, 2)

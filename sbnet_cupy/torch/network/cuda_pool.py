@@ -172,9 +172,9 @@ def _facts(x, table, block, size):
 
 def _run_to_stack(prepare, facts, x, table, block):
     """Launch the kernel whose result is a stack of such blocks, written where it is to lie."""
-    rows, part_of = cuda.rows_and_pitch(x)
-    y = joins.place(x, table, block, x.shape[1])
-    out, out_part_of = cuda.rows_and_pitch(y)
+    y, (x,), out = joins.place_like((x,), table, block, x.shape[1])
+    facts = (*facts[:4], x.shape[1], *facts[5:])  # with the channels that pad it
+    (rows, part_of), (out, out_part_of) = map(cuda.rows_and_pitch, (x, out))
     lie = _CONTIGUOUS
     if part_of or out_part_of:
         lie = part_of, out_part_of, math.gcd(16, x.data_ptr(), y.data_ptr())

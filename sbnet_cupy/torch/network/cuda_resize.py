@@ -47,18 +47,22 @@ def concat(stacks, table, enlarged=(), factors=(1, 1)):
 
 def enlarge(x, table, factors):
     """Return a stack whose pixels are repeated, or None."""
-    return _grown(x, table, x.shape[1], ((), (0,)), factors) if cuda.serves(x) else None
+    if not cuda.serves(x):
+        return None
+    block = tuple(n * f for n, f in zip(x.shape[2:], factors, strict=True))
+    y, (x,), out = joins.place_like((x,), table, block, x.shape[1])
+    if _copy([x], [x.shape[1]], [0], table, (), (0,), factors, out):
+        return y
+    joins.take_back(y, table)
+    return None
 
 
 def _unfold(x, table, factors):
     """Return a stack whose channels, which are ordered by pixel, become pixels, or None."""
-    return _grown(x, table, x.shape[1] // math.prod(factors), ((0,), ()), factors)
-
-
-def _grown(x, table, channels, which, factors):
+    channels = x.shape[1] // math.prod(factors)
     block = tuple(n * f for n, f in zip(x.shape[2:], factors, strict=True))
     out = joins.place(x, table, block, channels)
-    if _copy([x], [channels], [0], table, *which, factors, out):
+    if _copy([x], [channels], [0], table, (0,), (), factors, out):
         return out
     joins.take_back(out, table)
     return None
@@ -94,6 +98,8 @@ def readable(x, weight, groups, table):
     if x.is_contiguous(memory_format=torch.channels_last) or cuda.pitch_of(x) is None:
         return x
     if not cuda.is_depthwise(x, weight, groups) and cuda.part_pitch(x) is not None:
+        return x
+    if groups == 1 and joins.whole_of(x) is not None:
         return x
     joins.note_copy(x)
     y = cuda.new_stack(x, x.shape[0], x.shape[2:], x.shape[1])

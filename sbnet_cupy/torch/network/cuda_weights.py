@@ -66,6 +66,7 @@ def _prepare(
     found = cuda._prepare_conv(
         dtype, rows, images, grid, block, block_out, size, size_out, channels, out, kernel, stride,
         dilation, (pads[0], pads[2]), 0, False, None, (None,) * 3, None, False, clear_rows,
+        (channels, out),
     )  # fmt: skip
     if found is None:
         return None

@@ -30,6 +30,7 @@ class Joins:
     def __init__(self):
         self.places = {}
         self._widths, self._parents, self._pieces, self._apart = {}, {}, {}, set()
+        self._padded, self._sources = set(), {}
         self._lock = threading.Lock()
 
     def __reduce__(self):
@@ -38,6 +39,8 @@ class Joins:
     def clear(self):
         """Forget everything."""
         self._apart.clear()
+        self._padded.clear()
+        self._sources.clear()
         self.forget_joins()
 
     def forget_joins(self):
@@ -46,6 +49,36 @@ class Joins:
             for known in (self._widths, self._parents, self._pieces):
                 known.clear()
             self.places = {}
+
+    def pads(self, number):
+        """Whether a result gets channels of zeros up to whole vectors: see :func:`pad`."""
+        return number in self._padded and number not in self._apart
+
+    def pad(self, number):
+        """Note that a result was copied to have whole vectors; it is to be written with them.
+
+        So are those of which it is made, where it can only be written so if they are.
+        """
+        with self._lock:
+            left = [number]
+            while left:
+                number = left.pop()
+                if number not in self._padded:
+                    self._padded.add(number)
+                    left += self._sources.get(number, ())
+
+    def pad_no_more(self, numbers):
+        """Note results whose padding nobody has read."""
+        with self._lock:
+            self._padded.difference_update(numbers)
+
+    def note_sources(self, number, sources):
+        """Note of which results one is made that can only be padded if they are."""
+        with self._lock:
+            self._sources[number] = sources
+        if number in self._padded:
+            for source in sources:
+                self.pad(source)
 
     def keep_apart(self, number):
         """Note that a result has to be copied where it is a part: it gets a stack of its own."""
@@ -127,19 +160,46 @@ class JoiningCall:
         self.joins, self.count = joins, 0
         self.wholes = {}  # stacks that are not joined yet, by number
         self.made = {}  # memory and stream -> (its channels, [(first channel, channels, number)])
+        self.unread = set()  # numbers of padded results whose padding nobody has read
 
-    def place(self, like, block, channels):
-        """Return memory for the next result, where it is joined to others if that is known."""
+    def place(self, like, block, channels, pads=False, sources=()):
+        """Return memory for the next result, where it is joined to others if that is known.
+
+        Where it is known that whole vectors are asked for, and it ``pads`` its pixels with channels
+        of zeros, it has these. ``sources`` are stacks that have to have them first.
+        """
         number = self.count
         self.count += 1
         place = self.joins.places.get(number)
         part = place and self._part(place, like, block, channels)
-        if part is None:
-            part = new_stack(like, like.shape[0], block, channels)
-            self.made[_memory_of(part)] = channels, [(0, channels, number)]
-        else:
+        if part is not None:
             self.made[_memory_of(part)][1].append((place[1], channels, number))
+            return part
+        if channels % (_VECTOR // like.element_size()):
+            if sources:
+                origins = (self._origin(s) for s in sources if whole_of(s) is None)
+                self.joins.note_sources(number, [found[0] for found in origins if found])
+            if pads and self.joins.pads(number):
+                part = _padded(like, block, channels)
+                self.unread.add(number)
+                self.made[_memory_of(part)] = whole_of(part).shape[1], [(0, channels, number)]
+                return part
+        part = new_stack(like, like.shape[0], block, channels)
+        self.made[_memory_of(part)] = channels, [(0, channels, number)]
         return part
+
+    def in_vectors(self, stack):
+        """Return :func:`whole_of` a stack that is read in whole vectors, or the stack itself.
+
+        Then it has to be copied for that, which is noted.
+        """
+        whole, found = whole_of(stack), self._origin(stack)
+        if found is not None and found[1:] == (0, stack.shape[1]):
+            if whole is None:
+                self.joins.pad(found[0])
+            else:
+                self.unread.discard(found[0])
+        return stack if whole is None else whole
 
     def take_back(self, part):
         """Take back the last place: no kernel writes a result there."""
@@ -186,9 +246,10 @@ class JoiningCall:
             self.joins.keep_apart(found[0])
 
     def finish(self):
-        """Forget what was learned if a stack that results were written to was not joined."""
+        """Forget what was learned in vain: stacks that were not joined, padding nobody has read."""
         if self.wholes:
             self.joins.forget_joins()
+        self.joins.pad_no_more(self.unread)
 
     def _origin(self, stack):
         """Return (number, first channel of it, its channels) of the result that holds a stack."""
@@ -271,6 +332,24 @@ def channels_of(whole, first, count):
     return whole.new_empty(0).set_(whole.untyped_storage(), at, shape, whole.stride())
 
 
+def _padded(like, block, channels):
+    """Return a new stack whose pixels have channels of zeros behind, up to whole vectors."""
+    lanes = _VECTOR // like.element_size()
+    whole = new_stack(like, like.shape[0], block, -(-channels // lanes) * lanes)
+    part = channels_of(whole, 0, channels)
+    part._stack_padded = whole
+    return part
+
+
+def whole_of(stack):
+    """Return a stack with the channels behind that pad its pixels; None of others, and of None.
+
+    What writes the stack writes these, too: zeros, or what an activation makes of zero. Weights
+    for them are 0.
+    """
+    return getattr(stack, "_stack_padded", None)
+
+
 def _lies_at(stack, out, first):
     """Whether a stack is channels of another already, from the first on."""
     if stack is None:
@@ -294,14 +373,35 @@ def note_copy(stack):
         _CALL.value.copied(stack)
 
 
-def place(like, table, block, channels):
+def place(like, table, block, channels, pads=False, sources=()):
     """Return memory for a result, a stack ``[M, C, *block]`` of the dtype of ``like``.
 
-    Its pixels may lie further apart than it has channels: see ``layout.pitch_of``.
+    Its pixels may lie further apart than it has channels: see ``layout.pitch_of``. Only where it
+    ``pads`` may there be a :func:`whole_of` it, which is to be written; ``sources`` are stacks of
+    which there has to be one, too.
     """
     if table.joins is None:
         return new_stack(like, like.shape[0], block, channels)
-    return table.joins.place(like, block, channels)
+    return table.joins.place(like, block, channels, pads, sources)
+
+
+def place_like(sources, table, block, channels):
+    """Return memory for a result of such stacks, channel by channel, and what is to be used.
+
+    These are the stacks and the memory, all with the channels that pad them or all without.
+    """
+    pads = all(whole_of(s) is not None and s.dtype == sources[0].dtype for s in sources)
+    y = place(sources[0], table, block, channels, pads, sources)
+    if whole_of(y) is None:
+        return y, sources, y
+    return y, [table.joins.in_vectors(s) for s in sources], whole_of(y)
+
+
+def in_vectors(stack, table):
+    """Return a stack with the channels that pad its pixels to whole vectors, if it has any."""
+    if table.joins is None or stack.shape[1] * stack.element_size() % _VECTOR == 0:
+        return stack
+    return table.joins.in_vectors(stack)
 
 
 def take_back(part, table):
