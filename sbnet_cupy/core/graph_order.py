@@ -66,7 +66,7 @@ class GraphOrder:
     def __init__(self, stream, recording=None):
         self.stream = stream
         self._recording = recording or Recording(stream)
-        self._kept, self._kept_bytes, self._most = collections.deque(), 0, _KEPT
+        self._most = _KEPT
         self._running = None  # while kernels are launched: what is ahead, and what they write
         self._begin(self._recording.last())
 
@@ -123,7 +123,7 @@ class GraphOrder:
     def _begin(self, nodes):
         """Have all that follows come behind these nodes, and behind no kernel before them."""
         self._base, self._nodes, self._spans, self._before = list(dict.fromkeys(nodes)), [], [], []
-        self._ends = set()
+        self._ends, self._kept, self._kept_bytes = set(), collections.deque(), 0
         self._show()
 
     def _ahead(self, reads, writes):
