@@ -99,7 +99,7 @@ class GraphOrder:
             self._running = None
             if made is None:
                 self._begin([*self._last, *self._recording.last()])
-        if len(made) == 1 and made[0] not in nodes:
+        if len(made) == 1 and made[0] not in (*nodes, *(self._nodes[k] for k in ahead)):
             self._note(made[0], ahead, reads, writes)
             self._keep(results)
         else:  # nothing was launched, or what has branches of its own
