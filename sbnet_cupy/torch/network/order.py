@@ -55,7 +55,7 @@ def span_of(x):
     size, begin = x.element_size(), x.data_ptr()
     steps = [(step, n) for step, n in zip(x.stride(), x.shape, strict=True) if n > 1]
     end = begin + (sum((n - 1) * step for step, n in steps) + 1) * size
-    width = next((n for step, n in steps if step == 1), 1)
+    width = sum(n - 1 for step, n in steps if step == 1) + 1
     pitch = math.gcd(*(step for step, _ in steps if step != 1)) or width
     if pitch < width:  # rows that have numbers in common
         width = pitch = end - begin
