@@ -10,6 +10,7 @@ the stream comes behind every kernel before it, and ahead of every one after it.
 """
 
 import collections
+import contextlib
 import ctypes
 import functools
 from typing import NamedTuple
@@ -98,7 +99,8 @@ class GraphOrder:
         finally:
             self._running = None
             if made is None:
-                self._begin([*self._last, *self._recording.last()])
+                with contextlib.suppress(RuntimeError):  # of a capture that is spoilt
+                    self._begin([*self._last, *self._recording.last()])
         if len(made) == 1 and made[0] not in (*nodes, *(self._nodes[k] for k in ahead)):
             self._note(made[0], ahead, reads, writes)
             self._keep(results)

@@ -291,6 +291,21 @@ def test_two_orders_on_a_stream_are_behind_each_other():
     assert before == [set(), set(), {0, 1}, {0, 1}, {0, 1, 2, 3}]
 
 
+def test_an_error_is_not_hidden_by_that_of_a_spoilt_graph():
+    recording = Recording()
+    order = GraphOrder(STREAM, recording)
+
+    def spoil():
+        def last():
+            raise RuntimeError
+
+        recording.last = last
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        order.launch(spoil, [], [whole(0, 4)])
+
+
 class Result:
     """Something that is kept, or not."""
 

@@ -5,18 +5,18 @@ orders, in memory that is given out again as soon as it is free.
 """
 
 import contextlib
+import functools
 import itertools
 import random
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402  (needs PyTorch)
-
-from sbnet_cupy.core import graph_order  # noqa: E402
+from sbnet_cupy.core import graph_order  # noqa: E402  (needs PyTorch)
 from sbnet_cupy.core import launch as kernels  # noqa: E402
 from support import networks  # noqa: E402
 from support.network_units import DenseUnit, Excitation, Residual, conv_bn  # noqa: E402
@@ -27,7 +27,7 @@ STREAM = 0x1000
 NO_WORK = "empty", "empty_like", "new_empty", "empty_strided", "set_", "_local_scalar_dense"
 
 
-class Graph(TorchDispatchMode):
+class Graph(torch.utils._python_dispatch.TorchDispatchMode):
     """What a stream records, in place of a Recording; functions of PyTorch are nodes as well.
 
     ``nodes`` are (function that does its work again, those that it comes behind, whether it was
@@ -442,21 +442,26 @@ NETWORKS = {  # and whether some of its kernels may run beside each other
 
 @pytest.fixture
 def record(asked, st, monkeypatch):
-    """Return what records a call of a network, with its result."""
+    """Return what records a call of a network: the graph and its result.
+
+    Without ``run`` it gives the sparsified network, whose next calls the graph records.
+    """
     from sbnet_cupy.torch.network import cuda, joins, model, order
 
     monkeypatch.setattr(kernels, "_JOINED", set())
 
-    def record(dense, x, mask, calls=2):
+    def record(dense, x, mask, run=True):
         sparse = st.sparsify(dense, 16)
         sparse.break_even = 2.0
-        for _ in range(calls):  # which learn what is joined
+        for _ in range(2):  # which learn what is joined
             sparse._call(x, mask)
         graph = Graph()
         monkeypatch.setattr(model, "order_of", lambda x: order.CallOrder(STREAM, graph))
         monkeypatch.setattr(cuda, "start", graph.start)
         for module in (cuda, joins):
             monkeypatch.setattr(module, "new_stack", graph.pool.stack)
+        if not run:
+            return sparse, graph
         with graph:
             result = sparse._call(x, mask)
         return graph, result
@@ -488,3 +493,140 @@ def test_other_orders_give_the_same_bits(record, monkeypatch, name, kept):
         for got, e in zip(tree_leaves(result), expected, strict=True):
             assert torch.equal(got, e)
     assert not (graph.are_chain() and has_branches and kept)
+
+
+@pytest.fixture
+def order(monkeypatch):
+    """Return an order on a Graph that has no functions of PyTorch, and the graph."""
+    from sbnet_cupy.torch.network.order import CallOrder
+
+    monkeypatch.setattr(kernels, "_JOINED", set())
+    graph = Graph()
+    return CallOrder(STREAM, graph), graph
+
+
+def behind(graph):
+    return [nodes for _, nodes, _ in graph.nodes]
+
+
+def test_a_kernel_may_read_more_than_it_writes_from_the_same_address_on(order):
+    (order, graph), whole = order, stack()
+    add = functools.partial(graph.add, None)
+    order.launch(add, STREAM, (whole[:, 4:],), whole[:, 4:])
+    order.launch(add, STREAM, (whole[:, :4],), whole[:, :4])
+    order.launch(add, STREAM, (None, whole, torch.zeros(0)), (whole[:, :4], None, torch.zeros(0)))
+    assert behind(graph) == [[], [], [0, 1]] or behind(graph) == [[], [], [1, 0]]
+
+
+def test_kernels_of_other_streams_are_launched_as_they_are(order):
+    (order, graph), x = order, torch.zeros(8)
+    add = functools.partial(graph.add, None)
+    order.launch(add, STREAM, (), x[:4])
+    order.launch(add, STREAM, (), x[4:])
+    order.launch(add, STREAM + 1, (), torch.zeros(8))  # on the same Graph, as there is but one
+    assert behind(graph) == [[], [], [0, 1]]
+
+
+def test_memory_that_kernels_take_is_waited_for(order, monkeypatch):
+    """Where kernels before them read or wrote it."""
+    from sbnet_cupy.torch.network import order as orders
+
+    (order, graph), x, y = order, torch.zeros(8), torch.zeros(8)
+    add = functools.partial(graph.add, None)
+    memory = SimpleNamespace(ptr=x.data_ptr() + 16, mem=object())
+    monkeypatch.setattr(orders, "allocate", lambda nbytes: memory)
+    order.launch(add, STREAM, (x[:4],), y[:2])
+    order.launch(add, STREAM, (x[4:],), y[2:4])
+
+    def run():
+        add()
+        assert order.allocate(16) is memory
+        add()
+
+    order.launch(run, STREAM, (), y[4:])
+    assert behind(graph) == [[], [], [], [2, 1]]
+
+
+def test_no_order_where_a_graph_of_another_device_is_captured(monkeypatch):
+    """PyTorch tells of the current device, and the driver changes nothing on other streams."""
+    from sbnet_cupy.core import graph_memory
+    from sbnet_cupy.torch.network import order as orders
+
+    status = 0
+
+    def info(stream, status_of, number, *_):
+        status_of._obj.value, number._obj.value = status, 7
+        return 0
+
+    driver = SimpleNamespace(
+        cuStreamGetCaptureInfo_v2=info,
+        cuStreamUpdateCaptureDependencies=lambda *_: 0 if status else 401,
+    )
+    for module in (graph_memory, graph_order):
+        monkeypatch.setattr(module, "driver", lambda: driver)
+    monkeypatch.setattr(orders, "knows_order", lambda: True)
+    monkeypatch.setattr(orders, "capturing_stream", lambda x: STREAM)
+    assert orders.order_of(torch.zeros(1)) is None
+    status = 1
+    assert orders.order_of(torch.zeros(1)).stream == STREAM
+
+
+class Keeps(nn.Module):
+    """Keeps an activation, and may raise."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.error = conv_bn(3, 16), conv_bn(16, 8), None
+
+    def forward(self, x):
+        self.kept = self.first(x)
+        y = self.second(self.kept)
+        if self.error is not None:
+            _ = y.sum()
+            raise self.error
+        return y
+
+
+@pytest.mark.parametrize("error", [None, KeyError("mine")])
+@torch.no_grad()
+def test_what_is_kept_beyond_a_call_has_no_order(record, error):
+    """It may be used when no graph is captured: also after a call that failed."""
+    network, (x, mask) = networks.random_statistics(Keeps()).eval(), images_and_mask()
+    sparse, graph = record(network, x, mask, run=False)
+    network.error = error
+    with contextlib.nullcontext() if error is None else pytest.raises(KeyError, match="mine"):
+        sparse._call(x, mask)
+    launched = [in_order for *_, in_order in graph.nodes]
+    assert any(launched)
+    network.second[0](network.kept).sum()
+    after = [in_order for *_, in_order in graph.nodes[len(launched) :]]
+    assert after and not any(after)
+
+
+@torch.no_grad()
+def test_networks_in_networks_have_orders_of_their_own(record, st):
+    """The kernels of one come behind all of the other that came before."""
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem, self.a, self.b = conv_bn(3, 8), conv_bn(8, 8), conv_bn(8, 8)
+            self.held = (st.sparsify(Inception().eval(), 16),)  # which no module is told of
+            self.held[0].break_even = 2.0
+            self.last = nn.Conv2d(16, 4, 1)
+
+        def forward(self, x):
+            y = self.stem(x)
+            a, found = self.a(y), self.held[0]._call(self.image, self.mask)
+            return self.last(torch.cat([a, self.b(y)], 1)), found
+
+    torch.manual_seed(1)
+    x, mask = images_and_mask()
+    network = networks.random_statistics(Outer()).eval()
+    network.image, network.mask = x * 2, torch.ones_like(mask)
+    graph, result = record(network, x, mask)
+    expected = [t.clone() for t in tree_leaves(result)]
+    for sequence in graph.sequences(4):
+        graph.run(sequence)
+        assert all(map(torch.equal, tree_leaves(result), expected))
+    assert not graph.are_chain()

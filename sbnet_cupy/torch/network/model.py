@@ -194,10 +194,11 @@ class SparseModel(Report, nn.Module):
     def _run(self, table, x, args=(), kwargs=None, outside=0.0):
         """Run the network on a table's blocks."""
         left.watch(table, outside)
-        y = self._result(table, x, args, kwargs)
-        images = finished_tree(y, outside, table, self.model)
-        table.order = None
-        return images
+        try:
+            y = self._result(table, x, args, kwargs)
+            return finished_tree(y, outside, table, self.model)
+        finally:
+            table.order = None  # what the network keeps may be used when no graph is captured
 
     def _result(self, table, x, args=(), kwargs=None):
         """Return what the network returns, with stacks in place of images."""

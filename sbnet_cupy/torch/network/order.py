@@ -5,6 +5,7 @@ See :mod:`sbnet_cupy.core.graph_order`; here is what tensors are to it.
 
 import math
 
+from ...core.graph_memory import capture_on
 from ...core.graph_order import GraphOrder, Span, knows_order
 from ...core.torch_memory import allocate, capturing_stream
 
@@ -28,13 +29,10 @@ class CallOrder:
             run()
             return
         outs = [t for t in (out if isinstance(out, tuple) else (out,)) if t is not None]
-        written = {t.data_ptr() for t in outs}
-        reads = [
-            span_of(t) for t in tensors
-            if t is not None and t.numel() and t.data_ptr() not in written
-        ]  # fmt: skip
+        writes = [span_of(t) for t in outs if t.numel()]
+        reads = [span_of(t) for t in tensors if t is not None and t.numel()]
         results = [(t.untyped_storage(), t.numel() * t.element_size()) for t in outs]
-        self._order.launch(run, reads, [span_of(t) for t in outs if t.numel()], results)
+        self._order.launch(run, [s for s in reads if s not in writes], writes, results)
 
     def allocate(self, nbytes):
         """Allocate device memory for CuPy, for kernels that are being launched."""
@@ -45,9 +43,14 @@ class CallOrder:
 
 
 def order_of(x):
-    """Return the order of a call on a tensor; None where no CUDA graph is captured."""
+    """Return the order of a call on a tensor; None where no CUDA graph is captured.
+
+    Nor where one is of another device alone.
+    """
     stream = capturing_stream(x)
-    return None if stream is None or not knows_order() else CallOrder(stream)
+    if stream is None or not knows_order() or not capture_on(stream):
+        return None
+    return CallOrder(stream)
 
 
 def span_of(x):
