@@ -31,8 +31,10 @@ class CallOrder:
         outs = [t for t in (out if isinstance(out, tuple) else (out,)) if t is not None]
         writes = [span_of(t) for t in outs if t.numel()]
         reads = [span_of(t) for t in tensors if t is not None and t.numel()]
+        ends = {span[:2] for span in writes}  # of results, which are among the tensors, too
+        reads = [span for span in reads if span[:2] not in ends]
         results = [(t.untyped_storage(), t.numel() * t.element_size()) for t in outs]
-        self._order.launch(run, [s for s in reads if s not in writes], writes, results)
+        self._order.launch(run, reads, writes, results)
 
     def allocate(self, nbytes):
         """Allocate device memory for CuPy, for kernels that are being launched."""
