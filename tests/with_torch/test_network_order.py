@@ -642,3 +642,38 @@ def test_networks_in_networks_have_orders_of_their_own(record, st):
         graph.run(sequence)
         assert all(map(torch.equal, tree_leaves(result), expected))
     assert not graph.are_chain()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("name", NETWORKS)
+@torch.no_grad()
+def test_replays_have_the_bits_of_calls_on_a_gpu(require, st, name, dtype):
+    """With two calls in a graph, and what the user does before, between and after them."""
+    require("gpu")
+    torch.manual_seed(1)
+    network = networks.random_statistics(NETWORKS[name][0]()).eval().to("cuda", dtype)
+    sparse = st.sparsify(network, 16, capacity=24, replay=False)
+    x, mask = (t.to("cuda") for t in images_and_mask())
+    x = x.to(dtype)
+
+    def run():
+        first = tree_leaves(sparse(x.flip(3), mask))
+        again = sparse(x * 2 + first[0].amax(), mask.flip(2))
+        return [*first, *(t * 2 for t in tree_leaves(again))]
+
+    for _ in range(3):
+        run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+    for seed in range(5):
+        x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)))
+        mask.copy_(networks.blocks((1, 64, 96), 16, 0.2 * seed, seed)[1])
+        expected = [t.clone() for t in run()]
+        for t in results:
+            t.fill_(torch.nan)
+        for _ in range(3):
+            graph.replay()
+        for got, e in zip(results, expected, strict=True):
+            assert torch.equal(got.nan_to_num(7), e.nan_to_num(7)) and not e.isnan().all()
