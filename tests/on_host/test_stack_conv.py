@@ -14,6 +14,7 @@ from sbnet_cupy.block_sparse.stack.stack_conv_plan import (
     candidates,
     has_boxes,
     missing_kernel,
+    plan_cost,
     plan_stack_conv,
 )
 from sbnet_cupy.block_sparse.stack.stack_depthwise_plan import plan_stack_depthwise
@@ -681,6 +682,33 @@ def test_plans_fit_the_device(case, device):
         assert one.shared_bytes(conv) <= device.shared_bytes
         assert one.threads <= 1024
         assert one.partials == (one.split > 1 and not device.bulk_copy)
+
+
+@pytest.mark.parametrize(
+    "device", [AMPERE, BLACKWELL, HOPPER], ids=["ampere", "blackwell", "hopper"]
+)
+@pytest.mark.parametrize("sizes", [(48, 6, 3), (96, 54, 3), (108, 9, 3), (32, 2, 2)], ids=str)
+def test_odd_channels_in_groups_have_a_plan(sizes, device):
+    """Which need not add up as with more channels: those in groups are never padded."""
+    channels, channels_out, groups = sizes
+    case = ConvCase("Half", Blocks(block=(4, 4)), channels, channels_out, (1, 7), groups=groups)
+    conv = case.sizes(3)
+    assert missing_kernel(conv, device) is None
+    costs = [plan_cost(one, conv, device) for one in candidates(conv, device)]
+    assert plan_cost(plan_stack_conv(conv, device), conv, device) == min(costs)
+
+
+@pytest.mark.parametrize(
+    "device", [AMPERE, BLACKWELL, HOPPER], ids=["ampere", "blackwell", "hopper"]
+)
+@pytest.mark.parametrize("channels_out", [1, 18, 65, 255])
+def test_odd_channels_add_up_as_padded_ones(channels_out, device):
+    for channels, rows in itertools.product((24, 256, 2048), (1, 20, 500)):
+        case = ConvCase("Half", Blocks(block=(4, 4)), channels, channels_out)
+        conv = case.sizes(rows)
+        padded = conv._replace(channels_out=-(-channels_out // 8) * 8, vectors_out=True)
+        plans = [plan_stack_conv(one, device) for one in (conv, padded)]
+        assert len({(plan.kernel, plan.split) for plan in plans}) == 1
 
 
 @pytest.mark.parametrize("rows", [10, 110, 1000])

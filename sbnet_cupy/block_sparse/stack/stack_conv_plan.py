@@ -351,14 +351,25 @@ def plan_stack_conv(conv, device):
         plans = [plan for plan in plans if plan.kernel == "stack_conv_pipelined"]
     if conv.unfolded is not None:
         plans = [plan for plan in plans if not plan.partials]
-    if not conv.vectors_out and conv.unfolded is None:
-        lanes = 16 // conv.element_bytes
-        padded = conv._replace(
-            channels_out=-(-conv.channels_out // lanes) * lanes, vectors_out=True
-        )
-        like = plan_stack_conv(padded, device)
-        plans = [plan for plan in plans if like and _adds_up_alike(plan, like)]
+    padded = _padded(conv)
+    like = None if padded is None else plan_stack_conv(padded, device)
+    if like is not None:
+        plans = [plan for plan in plans if _adds_up_alike(plan, like)] or plans
     return min(plans, key=lambda plan: plan_cost(plan, conv, device), default=None)
+
+
+def _padded(conv):
+    """Return a convolution as it is where it writes channels that pad pixels to whole vectors.
+
+    None where it never does: of whole vectors, in groups, with a shortcut, on images, or where
+    channels become pixels or are scaled last.
+    """
+    lanes = 16 // conv.element_bytes
+    others = conv.group, conv.shortcut, conv.unfolded, conv.of_images or None
+    if conv.channels_out % lanes == 0 or conv.scales_last or any(o is not None for o in others):
+        return None
+    channels_out = -(-conv.channels_out // lanes) * lanes
+    return conv._replace(channels_out=channels_out, vectors_out=True)
 
 
 def _adds_up_alike(plan, other):
