@@ -156,6 +156,28 @@ def test_odd_channels_are_padded_where_they_are_written(st, asked, unwritten, na
     assert len([n for n in found if "padded" in n]) == padded, asked
 
 
+def not_of_both(x, a, dw, b):
+    """What is read is a sum of what may be padded and what may not."""
+    return b(F.max_pool2d(a(x), 3, 1, 1) + F.avg_pool2d(dw(x), 3, 1, 1))
+
+
+@torch.no_grad()
+def test_what_nobody_reads_padded_is_padded_no_more(st, asked, monkeypatch):
+    from sbnet_cupy.torch.network import joins
+
+    made, padded = [], joins._padded
+    monkeypatch.setattr(joins, "_padded", lambda *given: made.append(1) or padded(*given))
+    dense = Of(not_of_both, conv(), conv(groups=2), conv()).eval()
+    sparse = st.sparsify(dense, 16)
+    sparse.break_even = 2.0
+    counts = []
+    for seed in range(8):
+        made.clear()
+        sparse(image(seed), networks.blocks((2, 60, 84), 16, 0.5, seed)[1])
+        counts.append(len(made))
+    assert counts[1] > counts[-1] and len(set(counts[-4:])) == 1, counts
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", SHAPES)
 @torch.no_grad()

@@ -30,7 +30,7 @@ class Joins:
     def __init__(self):
         self.places = {}
         self._widths, self._parents, self._pieces, self._apart = {}, {}, {}, set()
-        self._padded, self._sources = set(), {}
+        self._padded, self._sources, self._vain = set(), {}, set()
         self._lock = threading.Lock()
 
     def __reduce__(self):
@@ -39,8 +39,8 @@ class Joins:
     def clear(self):
         """Forget everything."""
         self._apart.clear()
-        self._padded.clear()
-        self._sources.clear()
+        for known in (self._padded, self._sources, self._vain):
+            known.clear()
         self.forget_joins()
 
     def forget_joins(self):
@@ -60,25 +60,31 @@ class Joins:
         So are those of which it is made, where it can only be written so if they are.
         """
         with self._lock:
-            left = [number]
-            while left:
-                number = left.pop()
-                if number not in self._padded:
-                    self._padded.add(number)
-                    left += self._sources.get(number, ())
+            self._vain.discard(number)
+            self._pad([number])
+
+    def _pad(self, left):
+        while left:
+            number = left.pop()
+            if number not in self._padded and number not in self._vain:
+                self._padded.add(number)
+                left += self._sources.get(number, ())
 
     def pad_no_more(self, numbers):
-        """Note results whose padding nobody has read."""
+        """Note results whose padding nobody has read: they are padded when they are copied again.
+
+        Not for what is made of them, which something else kept from being padded.
+        """
         with self._lock:
             self._padded.difference_update(numbers)
+            self._vain.update(numbers)
 
     def note_sources(self, number, sources):
         """Note of which results one is made that can only be padded if they are."""
         with self._lock:
             self._sources[number] = sources
-        if number in self._padded:
-            for source in sources:
-                self.pad(source)
+            if number in self._padded:
+                self._pad(list(sources))
 
     def keep_apart(self, number):
         """Note that a result has to be copied where it is a part: it gets a stack of its own."""
