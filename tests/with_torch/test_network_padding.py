@@ -35,7 +35,7 @@ def chain(x, a, b):
 
 
 def slow_activation(x, a, b):
-    """What is behind a pixel is a half there, and not zero."""
+    """It makes finite what is infinite, but not what pads that: it is not padded."""
     return b(torch.sigmoid(a(x)))
 
 
@@ -97,7 +97,7 @@ NORM = nn.BatchNorm2d(C)
 NORM.running_mean.normal_()
 SHAPES = {  # the network, convolutions that read or write padded pixels, and all of them
     "chain": (Of(chain, conv(), conv()), 3, 4),
-    "sigmoid": (Of(slow_activation, conv(), conv()), 3, 4),
+    "sigmoid": (Of(slow_activation, conv(), conv()), 2, 4),
     "residual": (Of(residual, conv(), conv(), conv()), 4, 5),
     "pyramid": (Of(pyramid, conv(stride=2), conv(), conv(), conv()), 7, 8),
     "bilinear": (Of(bilinear, conv(stride=2), conv()), 3, 4),
@@ -154,6 +154,64 @@ def test_odd_channels_are_padded_where_they_are_written(st, asked, unwritten, na
     found = [n for n in asked if n.split()[0] in kinds]
     assert len(found) == convolutions, asked
     assert len([n for n in found if "padded" in n]) == padded, asked
+
+
+def infinite(x):
+    """Return an activation with an infinite number."""
+    x = x.clone()
+    x[:, 2, 8, 9] = torch.inf
+    return x
+
+
+def activated(function):
+    return lambda x, a, b: b(function(a(infinite(x))))
+
+
+def of_a_sum(x, a, b):
+    y = F.max_pool2d(a(infinite(x)), 3, 1, 1)
+    return b(F.relu6(y + F.avg_pool2d(y, 3, 1, 1)))
+
+
+def of_what_was_computed(x, a, b):
+    y = a(infinite(x))
+    waits = F.relu(y)
+    return b(F.hardsigmoid(y, inplace=True)) + waits.clamp(0, 1)
+
+
+def bounded_in_place(x, a, b):
+    return b(a(infinite(x)).clamp_(-1, 1))
+
+
+def in_parts(x, a, b):
+    y = a(infinite(x))
+    for part in y.chunk(2, 1):
+        part.clamp_(-1, 1)
+    return b(y)
+
+
+def filled(x, a, b):
+    y = a(infinite(x))
+    y[:, :, 5:12] = 1
+    return b(y)
+
+
+INFINITE = {
+    "relu6": activated(F.relu6), "sigmoid": activated(torch.sigmoid),
+    "hardsigmoid": activated(F.hardsigmoid), "sum": of_a_sum, "computed": of_what_was_computed,
+    "in place": bounded_in_place, "parts": in_parts, "filled": filled,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INFINITE)
+@torch.no_grad()
+def test_padding_makes_nothing_else_infinite(st, asked, name):
+    """Zeros times infinity are NaN: what is finite again must not meet them."""
+    dense = Of(INFINITE[name], conv(), conv()).eval()
+    sparse = st.sparsify(dense, 16)
+    sparse.break_even = 2.0
+    for seed in range(4):
+        x = image(seed)
+        assert_near(sparse(x, torch.ones(2, 60, 84)), dense(x), "float32")
 
 
 def not_of_both(x, a, dw, b):

@@ -33,6 +33,7 @@ _MASKS = {
     torch.bfloat16, torch.float32, torch.float64,
 }  # fmt: skip
 _PLANS = {}  # (device, sizes) -> what launches a kernel, or None
+_BOUNDED = {"relu6", "hardsigmoid", "sigmoid"}  # which make finite what is infinite
 _LEAST_SLOPE, _SLOPES_END = 2.0**-126, 2.0  # of leaky relu: an ordinary float, less than 2
 _DEEP = 64  # times fewer pixels of a block than in the input: products take longer than memory
 
@@ -96,6 +97,15 @@ def code_of(activation):
     if not _LEAST_SLOPE <= slope < _SLOPES_END:
         return None
     return struct.unpack("i", struct.pack("f", slope))[0]
+
+
+def may_pad(activation):
+    """Whether channels may pad the pixels of what has such an activation, or none.
+
+    An infinite number times a weight of 0 is NaN, and so is the padding there. That does no harm
+    where what reads it gets numbers that are not finite from the other channels, too.
+    """
+    return code_of(activation) is not None and not _BOUNDED.intersection(in_turn(activation))
 
 
 def _at_home(x):
@@ -254,10 +264,10 @@ def conv(
         parts, y = (None, None, None), new_stack(x, x.shape[0], block_out, out_channels)
     else:
         y_block, y_channels = _unfolded(block_out, out_channels, unfolded)
-        plain = group is scaled is unfolded is None and code is not None
+        padded = group is scaled is unfolded is None and may_pad(activation)
+        padded = padded and (residual is None or joins.whole_of(residual) is not None)
         added = () if residual is None else (residual,)
-        may_pad = plain and (residual is None or joins.whole_of(residual) is not None)
-        y = joins.place(x, table, y_block, y_channels, may_pad, added)
+        y = joins.place(x, table, y_block, y_channels, padded, added)
         parts = part_pitch(x), part_pitch(residual), part_pitch(y)
     out = y
     if group is None and not depthwise:

@@ -39,7 +39,7 @@ def affine(
     """
     like, dtype = shift if scale is None else scale, dtype or x.dtype
     code, out_part_of, y = cuda.code_of(activation), None, None
-    if dtype == x.dtype and like is slopes is also is None and code is not None:
+    if dtype == x.dtype and like is slopes is also is None and cuda.may_pad(activation):
         given = (x,) if residual is None else (x, residual)
         y, (x, *added), out = joins.place_like(given, table, x.shape[2:], x.shape[1])
         residual = added[0] if added else None

@@ -8,6 +8,7 @@ joined, and what is not in its place is copied there, if nothing else is.
 
 import math
 import threading
+import weakref
 
 from ...block_sparse.stack.stack_concat import side_by_side
 from .. import _dispatch_state as state
@@ -167,6 +168,7 @@ class JoiningCall:
         self.wholes = {}  # stacks that are not joined yet, by number
         self.made = {}  # memory and stream -> (its channels, [(first channel, channels, number)])
         self.unread = set()  # numbers of padded results whose padding nobody has read
+        self.padded = {}  # memory -> a weak reference to the padded result there
 
     def place(self, like, block, channels, pads=False, sources=()):
         """Return memory for the next result, where it is joined to others if that is known.
@@ -187,6 +189,7 @@ class JoiningCall:
                 self.joins.note_sources(number, [found[0] for found in origins if found])
             if pads and self.joins.pads(number):
                 part = _padded(like, block, channels)
+                self.padded[part.untyped_storage().data_ptr()] = weakref.ref(part)
                 self.unread.add(number)
                 self.made[_memory_of(part)] = whole_of(part).shape[1], [(0, channels, number)]
                 return part
@@ -206,6 +209,12 @@ class JoiningCall:
             else:
                 self.unread.discard(found[0])
         return stack if whole is None else whole
+
+    def unpad(self, stack):
+        """Read the padding of a stack no more, where something is written to it or a part of it."""
+        part = self.padded.get(stack.untyped_storage().data_ptr(), _nothing)()
+        if part is not None:
+            vars(part).pop("_stack_padded", None)
 
     def take_back(self, part):
         """Take back the last place: no kernel writes a result there."""
@@ -303,6 +312,10 @@ class JoiningCall:
         each = zip(stacks, channels, firsts, strict=True)
         right = all(_lies_at(s, out, at) or _are_free(taken, first + at, n) for s, n, at in each)
         return out if right else None
+
+
+def _nothing():
+    return None
 
 
 def _are_free(taken, first, count):
@@ -408,6 +421,22 @@ def in_vectors(stack, table):
     if table.joins is None or stack.shape[1] * stack.element_size() % _VECTOR == 0:
         return stack
     return table.joins.in_vectors(stack)
+
+
+# In place, they leave what is not finite as it is, or make it NaN; relu, where some channel is.
+_HARMLESS = {
+    "relu", "relu_", "leaky_relu", "leaky_relu_", "add", "add_", "__iadd__", "sub_", "__isub__",
+    "subtract_", "mul_", "__imul__", "multiply_", "div_", "__itruediv__", "divide_", "neg_", "abs_",
+}  # fmt: skip
+
+
+def unpad(stack, table, func):
+    """Note that a function of some name writes to a stack, or a part of one, in place.
+
+    What was not finite may be then, but for the padding, which was made of it: it is not read.
+    """
+    if table.joins is not None and func not in _HARMLESS:
+        table.joins.unpad(stack)
 
 
 def take_back(part, table):

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from . import aliases, casts, epilogue, left, unread
+from . import aliases, casts, epilogue, joins, left, unread
 from . import tensor as T
 from .ends import rest_of, with_rest
 from .handlers import ACTIVATIONS, HANDLERS, handles, keeps_rest
@@ -57,6 +57,7 @@ def pointwise(func, *args, **kwargs):
         T.flush(table)
         aliases.about_to_write(args[0], table, args[1:], kwargs)
         inner[0] = T.value_of(args[0])
+        joins.unpad(inner[0], table, name)
     if name == "contiguous":
         return formatted(args[0], torch.Tensor.contiguous, kwargs.get("memory_format"))
     if name == "detach":
@@ -294,6 +295,7 @@ def step(x, plan, inplace, after):
             func, *more = after
             value = table.compute(func, T.value_of(x), *more)
             table.compute(torch.Tensor.copy_, T.value_of(x), value)
+            joins.unpad(T.value_of(x), table, getattr(func, "__name__", None))
             rest = None if more else rest_of(x)
             with_rest(x, None if rest is None else lambda: func(rest()))
         else:
