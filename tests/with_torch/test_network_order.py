@@ -446,7 +446,7 @@ def record(asked, st, monkeypatch):
 
     Without ``run`` it gives the sparsified network, whose next calls the graph records.
     """
-    from sbnet_cupy.torch.network import cuda, joins, model, order
+    from sbnet_cupy.torch.network import cuda, joins, model, order, padding
 
     monkeypatch.setattr(kernels, "_JOINED", set())
 
@@ -458,7 +458,7 @@ def record(asked, st, monkeypatch):
         graph = Graph()
         monkeypatch.setattr(model, "order_of", lambda x: order.CallOrder(STREAM, graph))
         monkeypatch.setattr(cuda, "start", graph.start)
-        for module in (cuda, joins):
+        for module in (cuda, joins, padding):
             monkeypatch.setattr(module, "new_stack", graph.pool.stack)
         if not run:
             return sparse, graph

@@ -22,6 +22,7 @@ from .._native import compute, native_stream, view
 from . import joins
 from .epilogue import finish, in_turn, slope_of
 from .layout import new_stack, pitch_of
+from .padding import whole_of
 
 _ELEMENTS = {torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float32: "float"}
 _CODES = {  # as in cuda_src/dense/activation.cuh
@@ -265,15 +266,15 @@ def conv(
     else:
         y_block, y_channels = _unfolded(block_out, out_channels, unfolded)
         padded = group is scaled is unfolded is None and may_pad(activation)
-        padded = padded and (residual is None or joins.whole_of(residual) is not None)
+        padded = padded and (residual is None or whole_of(residual) is not None)
         added = () if residual is None else (residual,)
         y = joins.place(x, table, y_block, y_channels, padded, added)
         parts = part_pitch(x), part_pitch(residual), part_pitch(y)
     out = y
     if group is None and not depthwise:
         x = joins.in_vectors(x, table)
-        if joins.whole_of(y) is not None:
-            out = joins.whole_of(y)
+        if whole_of(y) is not None:
+            out = whole_of(y)
             residual = None if residual is None else joins.in_vectors(residual, table)
     facts = (
         x.dtype, x.shape[0], table.batch, table.grid, block, block_out, size, size_out,

@@ -10,6 +10,7 @@ import torch
 
 from ...block_sparse.stack.stack_concat import MOST_INPUTS, prepare_stack_concat, side_by_side
 from . import cuda, joins
+from .padding import whole_of
 
 _PLANS = {}  # (device, what, sizes) -> what launches a kernel, or None
 
@@ -99,7 +100,7 @@ def readable(x, weight, groups, table):
         return x
     if not cuda.is_depthwise(x, weight, groups) and cuda.part_pitch(x) is not None:
         return x
-    if groups == 1 and joins.whole_of(x) is not None:
+    if groups == 1 and whole_of(x) is not None:
         return x
     joins.note_copy(x)
     y = cuda.new_stack(x, x.shape[0], x.shape[2:], x.shape[1])

@@ -13,7 +13,8 @@ import weakref
 from ...block_sparse.stack.stack_concat import side_by_side
 from .. import _dispatch_state as state
 from .current import Current
-from .layout import new_stack, pitch_of
+from .layout import channels_of, new_stack, pitch_of
+from .padding import Padding, has_padding, padded, whole_of
 
 _VECTOR = 16  # bytes: parts are read and written in whole vectors
 
@@ -26,12 +27,14 @@ class Joins:
     places : dict
         Of the number of a result: the number of the stack that it is written to, its first channel
         there, its channels and those of that stack. Of that stack itself as well.
+    padding : Padding
+        Which results are padded; those that have to lie apart are not.
     """
 
     def __init__(self):
         self.places = {}
         self._widths, self._parents, self._pieces, self._apart = {}, {}, {}, set()
-        self._padded, self._sources, self._vain = set(), {}, set()
+        self.padding = Padding()
         self._lock = threading.Lock()
 
     def __reduce__(self):
@@ -40,8 +43,7 @@ class Joins:
     def clear(self):
         """Forget everything."""
         self._apart.clear()
-        for known in (self._padded, self._sources, self._vain):
-            known.clear()
+        self.padding.clear()
         self.forget_joins()
 
     def forget_joins(self):
@@ -52,40 +54,8 @@ class Joins:
             self.places = {}
 
     def pads(self, number):
-        """Whether a result gets channels of zeros up to whole vectors: see :func:`pad`."""
-        return number in self._padded and number not in self._apart
-
-    def pad(self, number):
-        """Note that a result was copied to have whole vectors; it is to be written with them.
-
-        So are those of which it is made, where it can only be written so if they are.
-        """
-        with self._lock:
-            self._vain.discard(number)
-            self._pad([number])
-
-    def _pad(self, left):
-        while left:
-            number = left.pop()
-            if number not in self._padded and number not in self._vain:
-                self._padded.add(number)
-                left += self._sources.get(number, ())
-
-    def pad_no_more(self, numbers):
-        """Note results whose padding nobody has read: they are padded when they are copied again.
-
-        Not for what is made of them, which something else kept from being padded.
-        """
-        with self._lock:
-            self._padded.difference_update(numbers)
-            self._vain.update(numbers)
-
-    def note_sources(self, number, sources):
-        """Note of which results one is made that can only be padded if they are."""
-        with self._lock:
-            self._sources[number] = sources
-            if number in self._padded:
-                self._pad(list(sources))
+        """Whether a result is padded."""
+        return number in self.padding.numbers and number not in self._apart
 
     def keep_apart(self, number):
         """Note that a result has to be copied where it is a part: it gets a stack of its own."""
@@ -183,12 +153,12 @@ class JoiningCall:
         if part is not None:
             self.made[_memory_of(part)][1].append((place[1], channels, number))
             return part
-        if channels % (_VECTOR // like.element_size()):
+        if has_padding(channels, like.element_size()):
             if sources:
                 origins = (self._origin(s) for s in sources if whole_of(s) is None)
-                self.joins.note_sources(number, [found[0] for found in origins if found])
+                self.joins.padding.note_sources(number, [found[0] for found in origins if found])
             if pads and self.joins.pads(number):
-                part = _padded(like, block, channels)
+                part = padded(like, block, channels)
                 self.padded[part.untyped_storage().data_ptr()] = weakref.ref(part)
                 self.unread.add(number)
                 self.made[_memory_of(part)] = whole_of(part).shape[1], [(0, channels, number)]
@@ -205,7 +175,7 @@ class JoiningCall:
         whole, found = whole_of(stack), self._origin(stack)
         if found is not None and found[1:] == (0, stack.shape[1]):
             if whole is None:
-                self.joins.pad(found[0])
+                self.joins.padding.add(found[0])
             else:
                 self.unread.discard(found[0])
         return stack if whole is None else whole
@@ -264,7 +234,7 @@ class JoiningCall:
         """Forget what was learned in vain: stacks that were not joined, padding nobody has read."""
         if self.wholes:
             self.joins.forget_joins()
-        self.joins.pad_no_more(self.unread)
+        self.joins.padding.drop(self.unread)
 
     def _origin(self, stack):
         """Return (number, first channel of it, its channels) of the result that holds a stack."""
@@ -345,30 +315,6 @@ def _fits(whole, like, block, place):
     return aligned and there and first + width <= channels
 
 
-def channels_of(whole, first, count):
-    """Return channels of a stack: as no view, so that it may be written in place."""
-    shape, at = (whole.shape[0], count, *whole.shape[2:]), whole.storage_offset() + first
-    return whole.new_empty(0).set_(whole.untyped_storage(), at, shape, whole.stride())
-
-
-def _padded(like, block, channels):
-    """Return a new stack whose pixels have channels of zeros behind, up to whole vectors."""
-    lanes = _VECTOR // like.element_size()
-    whole = new_stack(like, like.shape[0], block, -(-channels // lanes) * lanes)
-    part = channels_of(whole, 0, channels)
-    part._stack_padded = whole
-    return part
-
-
-def whole_of(stack):
-    """Return a stack with the channels behind that pad its pixels; None of others, and of None.
-
-    What writes the stack writes these, too: zeros, or what an activation makes of zero. Weights
-    for them are 0.
-    """
-    return getattr(stack, "_stack_padded", None)
-
-
 def _lies_at(stack, out, first):
     """Whether a stack is channels of another already, from the first on."""
     if stack is None:
@@ -423,19 +369,12 @@ def in_vectors(stack, table):
     return table.joins.in_vectors(stack)
 
 
-# In place, they leave what is not finite as it is, or make it NaN; relu, where some channel is.
-_HARMLESS = {
-    "relu", "relu_", "leaky_relu", "leaky_relu_", "add", "add_", "__iadd__", "sub_", "__isub__",
-    "subtract_", "mul_", "__imul__", "multiply_", "div_", "__itruediv__", "divide_", "neg_", "abs_",
-}  # fmt: skip
-
-
-def unpad(stack, table, func):
-    """Note that a function of some name writes to a stack, or a part of one, in place.
+def unpad(stack, table):
+    """Note that something is written to a stack, or a part of one, in place.
 
     What was not finite may be then, but for the padding, which was made of it: it is not read.
     """
-    if table.joins is not None and func not in _HARMLESS:
+    if table.joins is not None:
         table.joins.unpad(stack)
 
 

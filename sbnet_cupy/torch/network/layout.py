@@ -35,3 +35,9 @@ def pitch_of(x):
     steps = height * width * pitch, 1, width * pitch, pitch
     each = zip(x.shape, x.stride(), steps, strict=True)
     return pitch if pitch >= channels and all(n == 1 or a == b for n, a, b in each) else None
+
+
+def channels_of(whole, first, count):
+    """Return channels of a stack: as no view, so that it may be written in place."""
+    shape, at = (whole.shape[0], count, *whole.shape[2:]), whole.storage_offset() + first
+    return whole.new_empty(0).set_(whole.untyped_storage(), at, shape, whole.stride())

@@ -57,7 +57,7 @@ def pointwise(func, *args, **kwargs):
         T.flush(table)
         aliases.about_to_write(args[0], table, args[1:], kwargs)
         inner[0] = T.value_of(args[0])
-        joins.unpad(inner[0], table, name)
+        joins.unpad(inner[0], table)
     if name == "contiguous":
         return formatted(args[0], torch.Tensor.contiguous, kwargs.get("memory_format"))
     if name == "detach":
@@ -295,7 +295,7 @@ def step(x, plan, inplace, after):
             func, *more = after
             value = table.compute(func, T.value_of(x), *more)
             table.compute(torch.Tensor.copy_, T.value_of(x), value)
-            joins.unpad(T.value_of(x), table, getattr(func, "__name__", None))
+            joins.unpad(T.value_of(x), table)
             rest = None if more else rest_of(x)
             with_rest(x, None if rest is None else lambda: func(rest()))
         else:

@@ -435,7 +435,7 @@ def on_image(func, name, args, kwargs):
             aliases.spend(target, name)
             return None if name == "__setitem__" else gathered(image, target)
         value_of(target).copy_(table.gather(image, block, hw))
-        joins.unpad(value_of(target), table, name)
+        joins.unpad(value_of(target), table)
         return None if name == "__setitem__" else target
     if inplace and isinstance(target, (list, tuple)) and first_stack(target) is not None:
         raise NotImplementedError(
