@@ -2,7 +2,7 @@
 
 Convolutions read 16 bytes at a time. A stack ``[M, C, h, w]`` whose pixels are no multiple of that
 is the first channels of a wider one, if a convolution had to copy it in the calls before. What lies
-behind is zero, or what an activation makes of zero, and its weights are 0.
+behind is zero, or NaN where the stack itself is not finite, and its weights are 0.
 """
 
 import threading
@@ -82,7 +82,6 @@ def padded(like, block, channels):
 def whole_of(stack):
     """Return a stack with the channels behind that pad its pixels; None of others, and of None.
 
-    What writes the stack writes these, too: zeros, or what an activation makes of zero. Weights
-    for them are 0.
+    What writes the stack writes these, too; weights for them are 0.
     """
     return getattr(stack, "_stack_padded", None)
