@@ -364,7 +364,7 @@ def place_like(sources, table, block, channels):
 
 def in_vectors(stack, table):
     """Return a stack with the channels that pad its pixels to whole vectors, if it has any."""
-    if table.joins is None or stack.shape[1] * stack.element_size() % _VECTOR == 0:
+    if table.joins is None or not has_padding(stack.shape[1], stack.element_size()):
         return stack
     return table.joins.in_vectors(stack)
 

@@ -65,7 +65,7 @@ class Padding:
 
 
 def has_padding(channels, itemsize):
-    """Whether pixels are no whole vectors, and more than one: they are not twice as large then."""
+    """Whether pixels are no whole vectors, and larger than one: with padding not twice as large."""
     lanes = _VECTOR // itemsize
     return channels > lanes and channels % lanes > 0
 
