@@ -23,11 +23,16 @@ def is_capturing(array):
     return xp is not np and xp.cuda.runtime.streamIsCapturing(xp.cuda.get_current_stream().ptr)
 
 
-def capture_on(stream):
-    """Return the number of the capture that a stream, given by its address, records; 0 if none."""
+def capture_on(stream, graph=None, nodes=None, count=None):
+    """Return the number of the capture that a stream, given by its address, records; 0 if none.
+
+    The others are of ``ctypes``: where to write the graph, the nodes that its next one comes
+    behind, and how many these are.
+    """
     status, number = ctypes.c_int(), ctypes.c_uint64()
-    arguments = ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number)
-    error = driver().cuStreamGetCaptureInfo_v2(*arguments, None, None, None)
+    found = (status, number, graph, nodes, count)
+    found = [None if place is None else ctypes.byref(place) for place in found]
+    error = driver().cuStreamGetCaptureInfo_v2(ctypes.c_void_p(stream), *found)
     if error:
         raise RuntimeError(f"cuStreamGetCaptureInfo failed with CUresult {error}")
     return number.value if status.value else 0

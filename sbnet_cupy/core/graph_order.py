@@ -16,6 +16,7 @@ import functools
 from typing import NamedTuple
 
 from .device import driver
+from .graph_memory import capture_on
 from .launch import joined
 
 _KEPT, _KEPT_OF_BRANCHES = 1 << 22, 1 << 26  # bytes of results; the L2 cache has not much more
@@ -178,24 +179,19 @@ class Recording:
     """What a stream's next kernel comes behind, in the CUDA graph that the stream records."""
 
     def __init__(self, stream):
-        self._stream = ctypes.c_void_p(stream)
+        self._stream = stream
 
     def last(self):
         """Return the nodes of the graph that the next one comes behind."""
-        status, number, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
-        nodes, count = ctypes.POINTER(ctypes.c_void_p)(), ctypes.c_size_t()
-        found = map(ctypes.byref, (status, number, graph, nodes, count))
-        _check("cuStreamGetCaptureInfo", driver().cuStreamGetCaptureInfo_v2(self._stream, *found))
+        graph, nodes = ctypes.c_void_p(), ctypes.POINTER(ctypes.c_void_p)()
+        count = ctypes.c_size_t()
+        capture_on(self._stream, graph, nodes, count)
         return [nodes[k] for k in range(count.value)]
 
     def follow(self, nodes):
         """Have the next one come behind these nodes alone."""
         array = (ctypes.c_void_p * len(nodes))(*nodes)
-        given = self._stream, array, ctypes.c_size_t(len(nodes)), ctypes.c_uint(_SET)
-        name = "cuStreamUpdateCaptureDependencies"
-        _check(name, getattr(driver(), name)(*given))
-
-
-def _check(name, status):
-    if status:
-        raise RuntimeError(f"{name} failed with CUresult {status}")
+        given = ctypes.c_void_p(self._stream), array, ctypes.c_size_t(len(nodes))
+        error = driver().cuStreamUpdateCaptureDependencies(*given, ctypes.c_uint(_SET))
+        if error:
+            raise RuntimeError(f"cuStreamUpdateCaptureDependencies failed with CUresult {error}")

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sbnet_cupy.core import graph_order
+from sbnet_cupy.core import graph_memory, graph_order
 from sbnet_cupy.core import launch as kernels
 from sbnet_cupy.core.graph_order import GraphOrder, Span
 
@@ -368,7 +368,8 @@ def test_the_driver_is_asked(monkeypatch):
     driver = SimpleNamespace(
         cuStreamGetCaptureInfo_v2=info, cuStreamUpdateCaptureDependencies=update
     )
-    monkeypatch.setattr(graph_order, "driver", lambda: driver)
+    for module in (graph_memory, graph_order):
+        monkeypatch.setattr(module, "driver", lambda: driver)
     recording = graph_order.Recording(STREAM)
     assert recording.last() == [7, 9]
     recording.follow([9])

@@ -22,6 +22,7 @@ from .._dispatch_state import (
     storage_of,
     without_function_transforms,
 )
+from . import joins
 from .layout import pitch_of
 
 _COPIES = ("reshape", "flatten", "contiguous")  # of images in another order of dimensions, maybe
@@ -278,6 +279,8 @@ def about_to_write(x, table, *given):
     _forget_rests(x, table)
     if own(x)["_memory"] is not None:
         own(x)["_memory"].note_write(tree_leaves(given) if own(x)["_memory"].parts else ())
+    if own(x)["_value"] is not None:
+        joins.unpad(own(x)["_value"], table)
 
 
 def widen(x, table, reach):

@@ -100,6 +100,7 @@ def code_of(activation):
     return struct.unpack("i", struct.pack("f", slope))[0]
 
 
+@functools.cache
 def may_pad(activation):
     """Whether channels may pad the pixels of what has such an activation, or none.
 

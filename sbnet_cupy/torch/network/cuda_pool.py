@@ -89,9 +89,8 @@ def avg_pool(x, table, window, count_include_pad, divisor):
 def _pool_windows(x, table, window, prepare, *options):
     if not cuda.serves(x) or min(window.pads) < 0:
         return None
-    facts = (*_facts(x, table, window.block, window.size), window.out_block, *options)
-    facts += (window.kernel, window.stride, window.dilation, window.pads)
-    return _run_to_stack(prepare, facts, x, table, window.out_block)
+    more = *options, window.kernel, window.stride, window.dilation, window.pads
+    return _run_to_stack(prepare, x, table, window.block, window.size, window.out_block, *more)
 
 
 def global_pool(x, table, block, size, mode):
@@ -140,8 +139,7 @@ def interpolate(x, table, block, size, to, mode, steps):
     """
     if not cuda.serves(x):
         return None
-    facts = (*_facts(x, table, block, size), to, mode, steps, False)
-    return _run_to_stack(_prepare_interpolate, facts, x, table, to)
+    return _run_to_stack(_prepare_interpolate, x, table, block, size, to, mode, steps, False)
 
 
 def interpolate_images(x, table, to, mode, steps):
@@ -170,15 +168,14 @@ def _facts(x, table, block, size):
     return x.dtype, x.shape[0], table.batch, table.grid, x.shape[1], block, size
 
 
-def _run_to_stack(prepare, facts, x, table, block):
-    """Launch the kernel whose result is a stack of such blocks, written where it is to lie."""
-    y, (x,), out = joins.place_like((x,), table, block, x.shape[1])
-    facts = (*facts[:4], x.shape[1], *facts[5:])  # with the channels that pad it
+def _run_to_stack(prepare, x, table, block, size, to, *more):
+    """Launch the kernel whose result has blocks of ``to`` pixels, written where it is to lie."""
+    y, (x,), out = joins.place_like((x,), table, to, x.shape[1])
     (rows, part_of), (out, out_part_of) = map(cuda.rows_and_pitch, (x, out))
     lie = _CONTIGUOUS
     if part_of or out_part_of:
         lie = part_of, out_part_of, math.gcd(16, x.data_ptr(), y.data_ptr())
-    if _run(prepare, (*facts, lie), rows, table, out):
+    if _run(prepare, (*_facts(x, table, block, size), to, *more, lie), rows, table, out):
         return y
     joins.take_back(y, table)
     return None

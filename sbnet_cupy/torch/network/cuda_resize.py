@@ -32,8 +32,8 @@ def concat(stacks, table, enlarged=(), factors=(1, 1)):
     like = stacks[0]
     if any(s.dtype != like.dtype or not cuda.serves(s) for s in stacks):
         return None
-    channels, grown = [s.shape[1] for s in stacks], factors if 0 in enlarged else (1, 1)
-    block = tuple(n * f for n, f in zip(like.shape[2:], grown, strict=True))
+    channels = [s.shape[1] for s in stacks]
+    block = _grown(like, factors if 0 in enlarged else (1, 1))
     as_they_are = [None if k in enlarged else s for k, s in enumerate(stacks)]
     out, left = joins.join(as_they_are, channels, like, table, block)
     firsts = side_by_side(channels)
@@ -50,22 +50,26 @@ def enlarge(x, table, factors):
     """Return a stack whose pixels are repeated, or None."""
     if not cuda.serves(x):
         return None
-    block = tuple(n * f for n, f in zip(x.shape[2:], factors, strict=True))
-    y, (x,), out = joins.place_like((x,), table, block, x.shape[1])
-    if _copy([x], [x.shape[1]], [0], table, (), (0,), factors, out):
-        return y
-    joins.take_back(y, table)
-    return None
+    y, (x,), out = joins.place_like((x,), table, _grown(x, factors), x.shape[1])
+    return _written(y, x, table, (), (0,), factors, out)
 
 
 def _unfold(x, table, factors):
     """Return a stack whose channels, which are ordered by pixel, become pixels, or None."""
-    channels = x.shape[1] // math.prod(factors)
-    block = tuple(n * f for n, f in zip(x.shape[2:], factors, strict=True))
-    out = joins.place(x, table, block, channels)
-    if _copy([x], [channels], [0], table, (0,), (), factors, out):
-        return out
-    joins.take_back(out, table)
+    y = joins.place(x, table, _grown(x, factors), x.shape[1] // math.prod(factors))
+    return _written(y, x, table, (0,), (), factors, y)
+
+
+def _grown(x, factors):
+    """Return the block of a stack whose pixels become so many."""
+    return tuple(n * f for n, f in zip(x.shape[2:], factors, strict=True))
+
+
+def _written(y, x, table, unfolded, enlarged, factors, out):
+    """Return y once a kernel has written its memory, ``out``; or None, and take its place back."""
+    if _copy([x], [out.shape[1]], [0], table, unfolded, enlarged, factors, out):
+        return y
+    joins.take_back(y, table)
     return None
 
 

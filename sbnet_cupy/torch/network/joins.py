@@ -13,10 +13,8 @@ import weakref
 from ...block_sparse.stack.stack_concat import side_by_side
 from .. import _dispatch_state as state
 from .current import Current
-from .layout import channels_of, new_stack, pitch_of
+from .layout import VECTOR, channels_of, new_stack, pitch_of
 from .padding import Padding, has_padding, padded, whole_of
-
-_VECTOR = 16  # bytes: parts are read and written in whole vectors
 
 
 class Joins:
@@ -138,7 +136,7 @@ class JoiningCall:
         self.wholes = {}  # stacks that are not joined yet, by number
         self.made = {}  # memory and stream -> (its channels, [(first channel, channels, number)])
         self.unread = set()  # numbers of padded results whose padding nobody has read
-        self.padded = {}  # memory -> a weak reference to the padded result there
+        self.padded = weakref.WeakValueDictionary()  # memory -> the padded result there
 
     def place(self, like, block, channels, pads=False, sources=()):
         """Return memory for the next result, where it is joined to others if that is known.
@@ -159,7 +157,7 @@ class JoiningCall:
                 self.joins.padding.note_sources(number, [found[0] for found in origins if found])
             if pads and self.joins.pads(number):
                 part = padded(like, block, channels)
-                self.padded[part.untyped_storage().data_ptr()] = weakref.ref(part)
+                self.padded[part.untyped_storage().data_ptr()] = part
                 self.unread.add(number)
                 self.made[_memory_of(part)] = whole_of(part).shape[1], [(0, channels, number)]
                 return part
@@ -182,7 +180,7 @@ class JoiningCall:
 
     def unpad(self, stack):
         """Read the padding of a stack no more, where something is written to it or a part of it."""
-        part = self.padded.get(stack.untyped_storage().data_ptr(), _nothing)()
+        part = self.padded.get(stack.untyped_storage().data_ptr())
         if part is not None:
             vars(part).pop("_stack_padded", None)
 
@@ -201,7 +199,7 @@ class JoiningCall:
         channels : sequence of int
             Channels of each in the joined stack.
         """
-        number, width, lanes = self.count, sum(channels), _VECTOR // like.element_size()
+        number, width, lanes = self.count, sum(channels), VECTOR // like.element_size()
         self.count += 1
         firsts = side_by_side(channels)
         pieces = []
@@ -284,10 +282,6 @@ class JoiningCall:
         return out if right else None
 
 
-def _nothing():
-    return None
-
-
 def _are_free(taken, first, count):
     """Whether so many channels, from the first one on, are of no result."""
     return all(begin + n <= first or first + count <= begin for begin, n, _ in taken)
@@ -309,7 +303,7 @@ def _fits(whole, like, block, place):
     What was learned may be of another call: of other channels, or of another dtype.
     """
     _, first, width, channels = place
-    lanes, sizes = _VECTOR // like.element_size(), (like.shape[0], channels, *block)
+    lanes, sizes = VECTOR // like.element_size(), (like.shape[0], channels, *block)
     aligned = all(n % lanes == 0 for n in (first, width, channels))
     there = whole.dtype == like.dtype and tuple(whole.shape) == sizes
     return aligned and there and first + width <= channels

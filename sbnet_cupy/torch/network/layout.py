@@ -4,6 +4,8 @@ import torch
 
 from .._dispatch_state import is_mapped
 
+VECTOR = 16  # bytes that kernels read and write at once
+
 
 def channels_last(x):
     """Return a tensor in channels_last memory, or contiguous where ``torch.vmap`` maps it."""

@@ -7,9 +7,7 @@ behind is zero, or NaN where the stack itself is not finite, and its weights are
 
 import threading
 
-from .layout import channels_of, new_stack
-
-_VECTOR = 16  # bytes
+from .layout import VECTOR, channels_of, new_stack
 
 
 class Padding:
@@ -66,13 +64,13 @@ class Padding:
 
 def has_padding(channels, itemsize):
     """Whether pixels are no whole vectors, and larger than one: with padding not twice as large."""
-    lanes = _VECTOR // itemsize
+    lanes = VECTOR // itemsize
     return channels > lanes and channels % lanes > 0
 
 
 def padded(like, block, channels):
     """Return a new stack whose pixels have channels of zeros behind, up to whole vectors."""
-    lanes = _VECTOR // like.element_size()
+    lanes = VECTOR // like.element_size()
     whole = new_stack(like, like.shape[0], block, -(-channels // lanes) * lanes)
     part = channels_of(whole, 0, channels)
     part._stack_padded = whole

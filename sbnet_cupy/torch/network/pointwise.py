@@ -57,7 +57,6 @@ def pointwise(func, *args, **kwargs):
         T.flush(table)
         aliases.about_to_write(args[0], table, args[1:], kwargs)
         inner[0] = T.value_of(args[0])
-        joins.unpad(inner[0], table)
     if name == "contiguous":
         return formatted(args[0], torch.Tensor.contiguous, kwargs.get("memory_format"))
     if name == "detach":

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .._dispatch_state import BACKWARD_HOOK, CHECKPOINT, plainly, without_memory
-from . import aliases, casts, joins, left, stages
+from . import aliases, casts, left, stages
 from .current import Current
 from .handlers import BORDERED, HANDLERS, INSTEAD, METADATA, REFUSED, keeps_rest, takes
 
@@ -435,7 +435,6 @@ def on_image(func, name, args, kwargs):
             aliases.spend(target, name)
             return None if name == "__setitem__" else gathered(image, target)
         value_of(target).copy_(table.gather(image, block, hw))
-        joins.unpad(value_of(target), table)
         return None if name == "__setitem__" else target
     if inplace and isinstance(target, (list, tuple)) and first_stack(target) is not None:
         raise NotImplementedError(
