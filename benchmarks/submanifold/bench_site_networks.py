@@ -7,8 +7,9 @@ forward pass with the gradients of all weights. Ours is compared with plain PyTo
 before it is timed. Beside it run plain PyTorch by pair lists, dense PyTorch where the whole grid is
 small, and spconv where it is installed. On a GPU ours has capacities, so that nothing waits, and
 runs as a CUDA graph where it can be captured; the host's time is a row of its own, and so is the
-wall time of calls without capacities, of which each has other points, 80 to 100% of them. On a CPU
-the rows are ratios of one run.
+wall time of calls without capacities, of which each has other points, 80 to 100% of them: eager
+ones, and those of what ``sbnet_cupy.torch.graphed`` makes of a module. On a CPU the rows are ratios
+of one run.
 """
 
 import math
@@ -22,7 +23,7 @@ from benchmarks.submanifold import command, networks, scenes
 from benchmarks.submanifold.peers import kernel_time
 
 FILE = "site_networks.csv"
-PAIRS, DENSE = "torch, pair lists", "torch, dense"
+PAIRS, DENSE, GRAPHED = "torch, pair lists", "torch, dense", "graphed"
 MOST_CELLS = 300_000  # of a grid that is also computed dense
 ONE_A_ROUND = 2e9  # bytes, from which a round of the clock is one call
 MOST_ERROR = 0.02  # of spconv, relative: sums of float16 numbers may be in float16
@@ -45,6 +46,8 @@ class Case:
         kinds = {OURS: networks.Ours, PAIRS: networks.Plain}
         if math.prod(shape) <= MOST_CELLS:
             kinds[DENSE] = networks.Dense
+        if device == DEVICE:
+            kinds[GRAPHED] = networks.Graphed
         if device == "cuda" and _has_spconv():
             kinds["spconv"] = networks.Spconv
         self.networks = {
@@ -84,6 +87,8 @@ class Case:
         torch, network = self.torch, self.networks[library]
         if library == "spconv":
             learnt = [p for layer in network.layers.values() for p in layer.parameters()]
+        elif library == GRAPHED:
+            learnt = list(network.net.parameters())
         else:
             learnt = [t for pair in self.weights for t in pair]
         with torch.enable_grad():
@@ -185,10 +190,12 @@ def _on_gpu(torch, name, scene, columns, quick):
     case = Case(torch, name, scene, DEVICE, torch.float16)
     case.check()
     for library in case.networks:
-        if library in (OURS, "spconv"):
+        if library in (OURS, GRAPHED, "spconv"):
+            how, by = (f", {GRAPHED}", OURS) if library == GRAPHED else ("", library)
             for variant, call in (("forward", case.forward), ("forward and backward", case.step)):
                 timing = _of_other_points(case, call, library, quick)
-                yield _row(columns, case, f"{variant}, other points", library, timing)
+                yield _row(columns, case, f"{variant}{how}, other points", by, timing)
+    del case.networks[GRAPHED]
     case.networks[OURS].fix(case.rows, case.features)
     case.check()
     clock, host = TorchClock(torch, quick), HostClock(torch.cuda.synchronize, quick)
@@ -212,6 +219,7 @@ def _on_gpu(torch, name, scene, columns, quick):
 def _of_other_points(case, call, library, quick):
     """Return the wall time of calls, until their results are there, that have other points each."""
     samples = []
+    call(library)  # of all points
     for _ in range(3 if quick else OTHERS):
         case.take_others()
         case.distinct()

@@ -9,6 +9,8 @@ A library is a class with ``begin``, ``convolve``, ``join`` and ``end``: from po
 import math
 from typing import Any, NamedTuple
 
+import torch
+
 import sbnet_cupy.torch as st
 from benchmarks.submanifold.torch_sites import Cells, convolve, pairs_of
 from sbnet_cupy import PackedWeights
@@ -112,6 +114,8 @@ class Ours(Network):
     Where no gradients are recorded weights are packed once.
     """
 
+    packs = True
+
     def __init__(self, *args):
         super().__init__(*args)
         self.capacities, self.counts = {}, {}  # by the number of the layer, -1 for the points
@@ -137,10 +141,10 @@ class Ours(Network):
         how = {"activation": "relu"}
         if layer.kind == "point":
             return x.replace(self.torch.relu(self.torch.addmm(b, x.features, w)))
-        if self.torch.is_grad_enabled():
-            how["bias"] = b
-        else:
+        if self.packs and not self.torch.is_grad_enabled():
             w = self._packed(number, w, b)
+        else:
+            how["bias"] = b
         if layer.kind == "same":
             return st.submanifold_conv(x, w, residual=residual, **how)
         if layer.kind == "up":
@@ -163,6 +167,47 @@ class Ours(Network):
     def end(self, x):
         """Return the rows and features of the result."""
         return x.indices, x.features
+
+
+class Module(torch.nn.Module):
+    """The same as users write it: a module with parameters, without capacities."""
+
+    def __init__(self, name, weights, shape):
+        super().__init__()
+        self.name, self.shape = name, shape
+        self.weights = torch.nn.ParameterList(t.detach() for pair in weights for t in pair)
+
+    def forward(self, rows, features):
+        """Return a SparseTensor."""
+        listed = iter(self.weights)
+        pairs = list(zip(listed, listed, strict=True))
+        return Unpacked(torch, self.name, pairs, self.shape)(rows, features)
+
+
+class Unpacked(Ours):
+    """A call of such a module."""
+
+    packs = False
+
+    def end(self, x):
+        """Return the result."""
+        return x
+
+
+class Graphed:
+    """That module by sbnet_cupy.torch.graphed; the first call must be the largest one."""
+
+    def __init__(self, torch, name, weights, shape):
+        self.net, self.runs = Module(name, weights, shape), {}
+
+    def __call__(self, rows, features):
+        """Return the sites as rows, and their features."""
+        training = torch.is_grad_enabled()
+        self.net.train(training)
+        if training not in self.runs:
+            self.runs[training] = st.graphed(self.net, [(rows, features)], 0.1)
+        y = self.runs[training](rows, features)
+        return y.indices, y.features
 
 
 class Plain(Network):

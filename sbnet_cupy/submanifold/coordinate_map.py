@@ -225,7 +225,7 @@ class CoordinateMap(KeepingContainer):
         >>> chosen.indices.tolist(), rows.tolist()
         ([[0, 1], [0, 5]], [0, 2])
         """
-        return adapted("select", _select, self.indices)(self, mask, capacity)
+        return adapted("select", select_sites, self.indices)(self, mask, capacity)
 
     def valid(self):
         """Return which rows hold a site: bool, shape (N,)."""
@@ -454,7 +454,7 @@ def _grid_of(spatial_shape, batch_size):
 
 
 @array_function
-def _select(coordinates, mask, capacity):
+def select_sites(coordinates, mask, capacity):
     """See :meth:`CoordinateMap.select`."""
     check_array("mask", mask, shape=(coordinates.capacity,), like=coordinates.indices)
     check_capacity(capacity)

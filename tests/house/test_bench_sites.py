@@ -127,8 +127,8 @@ def test_the_flow_of_networks_on_a_gpu(fake_gpu, tmp_path, monkeypatch):
     assert {row.timed_by for row in found} == {"graph", "events", "host", "wall"}
     ours = {row.variant.partition(", ")[2] for row in found if row.ours}
     steps = {"forward", "forward and backward"}
-    more = {f"{step}, {what}" for step in steps for what in ("host", "other points")}
-    assert ours == steps | more
+    kinds = "host", "other points", f"{bench.GRAPHED}, other points"
+    assert ours == steps | {f"{step}, {kind}" for step in steps for kind in kinds}
 
 
 def test_tables_of_other_libraries_have_as_many_pairs(torch):

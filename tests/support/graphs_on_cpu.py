@@ -69,3 +69,34 @@ def patch(monkeypatch):
     monkeypatch.setattr(training_graphs.Graphs, "_capture", capture)
     monkeypatch.setattr(training_graphs, "new_memory", lambda device: (None, None))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+
+
+class _Graph:
+    """A call that runs again where a graph would be replayed."""
+
+    def __init__(self, run):
+        self.run, self.result = run, run()
+
+    def replay(self):
+        for old, new in zip(self.result, self.run(), strict=True):
+            old.copy_(new)
+
+
+def _captured(run, like):
+    graph = _Graph(run)
+    return graph, graph.result
+
+
+def patch_calls(monkeypatch):
+    """Let the graphs of calls of a network at sites be these."""
+    import torch
+
+    from sbnet_cupy.torch.submanifold import replay
+
+    patch(monkeypatch)
+    event, zeros = types.SimpleNamespace(record=lambda: None, query=lambda: True), torch.zeros
+    for where, name, new in (
+        (replay, "capture", _captured), (torch.cuda, "Event", lambda: event),
+        (torch, "zeros", lambda *sizes, pin_memory=False, **how: zeros(*sizes, **how)),
+    ):  # fmt: skip
+        monkeypatch.setattr(where, name, new)

@@ -6,7 +6,6 @@ graphs call the network.
 
 import copy
 import sys
-import types
 
 import pytest
 
@@ -37,30 +36,11 @@ def fake(torch, monkeypatch):
     """Let graphs on the CPU run what they have captured."""
     from sbnet_cupy.torch.scn import graphs
 
-    class Graph:
-        def __init__(self, run):
-            self.run, self.result = run, run()
-
-        def replay(self):
-            both = (torch.utils._pytree.tree_flatten(x)[0] for x in (self.result, self.run()))
-            for old, new in zip(*both, strict=True):
-                old.copy_(new)
-
-    def capture(run, like):
-        graph = Graph(run)
-        return graph, graph.result
-
     def graphed(net, inputs, slack=0.25):
-        return graphs._Replayed(net, list(inputs), slack)
+        return graphs._OfPoints(net, list(inputs), slack)
 
-    graphs_on_cpu.patch(monkeypatch)
-    event, zeros = types.SimpleNamespace(record=lambda: None, query=lambda: True), torch.zeros
-    for where, name, new in (
-        (graphs, "capture", capture), (sys.modules["sbnet_cupy.torch.scn"], "graphed", graphed),
-        (torch.cuda, "Event", lambda: event),
-        (torch, "zeros", lambda *sizes, pin_memory=False, **how: zeros(*sizes, **how)),
-    ):  # fmt: skip
-        monkeypatch.setattr(where, name, new)
+    graphs_on_cpu.patch_calls(monkeypatch)
+    monkeypatch.setattr(sys.modules["sbnet_cupy.torch.scn"], "graphed", graphed)
 
 
 def assert_close(torch, found, expected):

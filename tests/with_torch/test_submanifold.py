@@ -254,6 +254,36 @@ def test_dense_grids_go_there_and_back(torch, st, device, data_format):
         )
 
 
+@pytest.mark.parametrize("capacity", [None, 40, 3])
+def test_selected_sites(torch, st, device, capacity):
+    """They go on as others do; a mask may be numbers, with gradients."""
+    x = made(torch, st, device)
+    w = values(torch, 3, 3, 4, 5, device=device)
+    mask = x.features[:, 0] > 0
+    wanted = mask.nonzero()[:, 0][:capacity]
+    numbers = torch.where(mask, x.features[:, 0], 0).requires_grad_()
+    for given in (mask, numbers):
+        sites, rows = x.coordinates.select(given, capacity=capacity)
+        assert torch.equal(rows[: len(wanted)].long(), wanted)
+        assert torch.equal(sites.indices[: len(wanted)], x.indices[wanted])
+        assert not (rows[len(wanted) :] >= 0).any()
+    assert sites.number() == int(mask.sum())
+    if capacity == 3:
+        with pytest.raises(sb.CapacityError, match="got 3 for"):
+            sites.check()
+        return
+    features = torch.where((rows >= 0)[:, None], x.features[rows.clamp(min=0)], 0)
+    y = st.submanifold_conv(sb.SparseTensor(features, sites), w)
+    alone = st.sparse_tensor(x.features[wanted], x.indices[wanted], spatial_shape=x.spatial_shape)
+    found = y.features[: len(wanted)]
+    order = [alone.indices.tolist().index(row) for row in sites.indices[: len(wanted)].tolist()]
+    assert_close(torch, found, st.submanifold_conv(alone, w).features[order])
+    with pytest.raises(sb.ShapeError, match="mask must have shape"):
+        x.coordinates.select(mask[1:])
+    with pytest.raises(sb.DeviceError, match="all arrays must belong to one library"):
+        x.coordinates.select(mask.cpu().numpy())
+
+
 def test_sites_of_another_library_are_refused(torch):
     """A mask may be a tensor beside NumPy arrays; rows of coordinates may not."""
     features, rows = np.ones((2, 3), np.float32), torch.tensor([[0, 1, 2], [0, 3, 3]])

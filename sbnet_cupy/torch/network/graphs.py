@@ -176,7 +176,17 @@ def no_collection():
 _SYNCHRONIZING = {
     "aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::nonzero",
     "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive",
+    "aten::bincount",
 }  # fmt: skip
+_BY_INDEX = {"aten::index", "aten::index_put", "aten::index_put_"}
+
+
+def _counts_index(name, args):
+    """Whether a function takes values by a mask, whose number of True the host must know."""
+    if name not in _BY_INDEX or (name != "aten::index" and args[2].numel() == 1):
+        return False
+    masks = (x for x in args[1] if x is not None and x.dtype in (torch.bool, torch.uint8))
+    return any(mask.is_cuda for mask in masks)
 
 
 class NoSynchronization(TorchDispatchMode):
@@ -190,7 +200,7 @@ class NoSynchronization(TorchDispatchMode):
         name, result = func._schema.name, None
         if func.namespace in ("c10d", "_c10d_functional"):
             raise RuntimeError(f"the network communicates with other processes, in {name}")
-        waits = name in _SYNCHRONIZING and args[0].is_cuda
+        waits = (name in _SYNCHRONIZING and args[0].is_cuda) or _counts_index(name, args)
         if not waits:
             result = func(*args, **kwargs or {})
             if name in ("aten::_to_copy", "aten::copy_"):

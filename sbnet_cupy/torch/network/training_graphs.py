@@ -178,7 +178,7 @@ class Graphs:
         self.memory = memory or Memory(device)
         try:
             with (
-                torch.cuda.device(device), _forked(device), torch.enable_grad(), self._autocast(),
+                torch.cuda.device(device), forked(device), torch.enable_grad(), self._autocast(),
             ):  # fmt: skip
                 self._check(leaves)
                 self._capture(leaves)
@@ -294,7 +294,7 @@ class Graphs:
             )
         buffers = {name: b.clone() for name, b in self.module.named_buffers()}
         device = turn.inputs[0].device
-        with _forked(device), torch.enable_grad(), self._autocast(), self.again():
+        with forked(device), torch.enable_grad(), self._autocast(), self.again():
             if turn.drawn is not None:
                 _set_generator(device, turn.drawn)
             results = self._call(turn.inputs, self.parameters, buffers)
@@ -364,6 +364,6 @@ def _set_generator(device, state):
         torch.set_rng_state(state)
 
 
-def _forked(device):
+def forked(device):
     """Within this, the generators of the host and of a device draw; then they are as before."""
     return torch.random.fork_rng([device] if device.type == "cuda" else [])

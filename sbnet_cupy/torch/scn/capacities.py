@@ -7,6 +7,7 @@ import torch
 
 from ...core.scalars import as_number
 from ...errors import DTypeError, ShapeError
+from ..submanifold.replay import evaluated
 from .convolutions import _NewSites
 from .inputs import DenseToSparse, InputLayer
 from .pooling import _Down
@@ -106,15 +107,3 @@ def with_capacities(capacities):
     finally:
         for layer, capacity in before.items():
             layer.capacity = capacity
-
-
-@contextlib.contextmanager
-def evaluated(net):
-    """Have a network in evaluation for a while."""
-    modes = {module: module.training for module in net.modules()}
-    try:
-        net.eval()
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training

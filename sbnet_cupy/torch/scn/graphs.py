@@ -5,15 +5,12 @@ import math
 import torch
 from torch.nn import Module
 from torch.nn.functional import pad
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ...errors import CapacityError, DeviceError, DTypeError, ShapeError
+from ...errors import DeviceError, DTypeError, ShapeError
 from ...submanifold.coordinate_map import DUPLICATE
-from ..network.ends import warn
-from ..network.graphs import capture
-from ..network.state import State
-from ..network.training_graphs import Graphs, check_settings, refuse_hooks, settings_of
-from .capacities import evaluated, measured, with_capacities
+from ..network.training_graphs import check_settings, refuse_hooks, settings_of
+from ..submanifold.replay import Replayed
+from .capacities import measured, with_capacities
 from .inputs import InputLayer, read_points
 from .lattices import RandomWindows
 from .points import whole_numbers
@@ -55,8 +52,8 @@ def graphed(net, inputs, slack=0.25):
     ShapeError
         If slack is negative or infinite, or inputs differ in their columns.
     ValueError
-        If there are no inputs, the network has no InputLayer, or its result depends on rows that
-        are no points.
+        If there are no inputs, the network has no InputLayer, or results or gradients depend on
+        rows that are no points.
     TypeError
         If the result is not made of tensors.
     RuntimeError
@@ -73,11 +70,11 @@ def graphed(net, inputs, slack=0.25):
     torch.Size([2, 4])
     """
     inputs = list(inputs)
-    kind = _Replayed if inputs and inputs[0][1].is_cuda else _Run
+    kind = _OfPoints if inputs and inputs[0][1].is_cuda else _Run
     return kind(net, inputs, slack)
 
 
-_NEAR = 0.05  # of the norm: less than a few rows that do not belong there make
+_HINT = "end the network with an OutputLayer or SparseToDense"
 
 
 class _Run:
@@ -142,148 +139,42 @@ class _Run:
         check_settings(self._settings, settings_of(self.net, points[1]), "features")
 
 
-class _Replayed(_Run):
+class _OfPoints(_Run):
     """The same by a graph, on a GPU."""
 
     def __init__(self, net, inputs, slack):
         super().__init__(net, inputs, slack)
         refuse_hooks(net)
-        self._names = {module: name for name, module in net.named_modules()}
-        random = (m for m in self._names if m.training and isinstance(m, RandomWindows))
-        drawn = [self._names[m] for m in random]
+        drawn = [
+            name for name, module in net.named_modules()
+            if module.training and isinstance(module, RandomWindows)
+        ]  # fmt: skip
         if drawn:
             raise RuntimeError(
                 "layers whose windows are drawn on the host at each call have no CUDA graph in "
                 f"training, as replays would not draw any, got {', '.join(drawn)}; call the "
                 "network itself"
             )
-        self._call = _Call(net, self.layer, self.samples, self.capacities, self.device)
-        with torch.cuda.device(self.device):
-            self._of_points = self._leaves_of_points(inputs[0])
-            self._seen = torch.zeros(self._call.most.shape, dtype=torch.int32, pin_memory=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
-        self._warned = False
-        own = self._padded(inputs[0])
-        if net.training:
-            self._graphs = Graphs(self._call, own, net)
-        else:
-            self._own = [tensor.detach().clone() for tensor in own]
-            self._capture()
-        self._call.most.zero_()
+        call = _Call(net, self.layer, self.samples, self.capacities, self.device)
+        tensors = self._tensors_of(inputs[0])
+        self._replayed = Replayed(call, net, tensors, self.room, (-1, 0), _HINT)
 
-    def _capture(self):
-        """Capture a call in evaluation."""
-
-        def call():
-            return self._call(*self._own)
-
-        with torch.no_grad():
-            self.graph, result = capture(call, self._own[1])
-        self._leaves, self._tree = tree_flatten(result)
-        self._state = State(self.net, most=math.inf)
-
-    def _padded(self, points):
-        """Return points as the graph takes them: with their sample, which is -1 where is none."""
-        coords, features = whole_numbers(points[0].to(self.device)), points[1]
-        missing = self.room - len(coords)
+    def _tensors_of(self, points):
+        """Return points as the graph takes them, with their sample."""
+        coords = whole_numbers(points[0].to(self.device))
         if self.columns == self.dimension:
             coords = pad(coords, (0, 1))
-        return pad(coords, (0, 0, 0, missing), value=-1), pad(features, (0, 0, 0, missing))
-
-    def _leaves_of_points(self, points):
-        """Return which tensors of the result have a row for each point; raise if others are wrong.
-
-        Those that have one row more where there is room for one point more. What is neither nor
-        has a row for each place of the grid, such as a mean of all points, counts rows that are no
-        points: it differs from what the network makes of as few points alone.
-        """
-        rows = (len(points[0]) + 1) // 2
-        few = [points[0][:rows], points[1][:rows]]
-        padded = self._padded(few)
-        longer = [pad(padded[0], (0, 0, 0, 1), value=-1), pad(padded[1], (0, 0, 0, 1))]
-        with evaluated(self.net), torch.no_grad():
-            alone, padded, longer = (
-                tree_flatten(result)[0]
-                for result in (
-                    self.net([*few, self.samples]), self._call(*padded), self._call(*longer),
-                )
-            )  # fmt: skip
-        for leaf in padded:
-            if not isinstance(leaf, torch.Tensor):
-                raise TypeError(
-                    "the network's result must be made of tensors in tuples, lists and dicts to "
-                    f"come out of a CUDA graph, got a {type(leaf).__name__}; end the network with "
-                    "an OutputLayer or SparseToDense"
-                )
-        of_points = [a.shape != b.shape for a, b in zip(padded, longer, strict=True)]
-        for expected, leaf, by_point in zip(alone, padded, of_points, strict=True):
-            if not _are_near(leaf[:rows] if by_point else leaf, expected):
-                raise ValueError(
-                    "the network's result must have a row for each point, or not depend on how "
-                    "many rows are no points; reduce over points outside of what is graphed"
-                )
-        return of_points
+        return coords, points[1]
 
     def __call__(self, points):
         """Return what the network does of the points."""
         self._check_call(points)
-        self._warn()
-        rows, given = len(points[0]), self._padded(points)
-        with torch.cuda.device(self.device):
-            if self.net.training:
-                leaves, tree = tree_flatten(self._graphs.replay(*given))
-                leaves = [self._rows(i, leaf, rows) for i, leaf in enumerate(leaves)]
-            else:
-                if not self._state.holds():
-                    self._capture()
-                with torch.no_grad():
-                    for own, new in zip(self._own, given, strict=True):
-                        own.copy_(new)
-                    self.graph.replay()
-                    leaves = [self._rows(i, x, rows).clone() for i, x in enumerate(self._leaves)]
-                tree = self._tree
-            self._seen.copy_(self._call.most, non_blocking=True)
-            self._copied.record()
-        return tree_unflatten(leaves, tree)
-
-    def _rows(self, number, leaf, rows):
-        return leaf[:rows] if self._of_points[number] else leaf
+        return self._replayed(self._tensors_of(points))
 
     def check(self):
         """Return self; raise CapacityError if sites were dropped since the last check; wait."""
-        most = self._call.most.tolist()
-        self._call.most.zero_()
-        self._warned = False
-        self._seen.zero_()
-        lacking = self._lacking(most)
-        if lacking:
-            raise CapacityError(lacking)
+        self._replayed.check()
         return self
-
-    def _warn(self):
-        """Warn once of sites that calls have dropped, as far as their numbers have come."""
-        if not self._warned and self._copied.query():
-            lacking = self._lacking(self._seen.tolist())
-            if lacking:
-                self._warned = True
-                warn(lacking)
-
-    def _lacking(self, most):
-        """Return what there was no room for, as a sentence, or nothing."""
-        *counts, outside, twice = most
-        found = [
-            f"layer {self._names[layer]!r} had {n} sites, with room for {room}"
-            for (layer, room), n in zip(self.capacities.items(), counts, strict=True)
-            if n > room
-        ]
-        if outside:
-            found.append(f"{outside} points lay outside of the grid or the samples")
-        if twice:
-            found.append("sites were listed twice in mode 0")
-        if not found:
-            return ""
-        return f"{', '.join(found)}; what there was no room for was dropped"
 
 
 class _Call(Module):
@@ -296,6 +187,7 @@ class _Call(Module):
     def __init__(self, net, layer, samples, capacities, device):
         super().__init__()
         self.net, self.samples, self.capacities, self._input = net, samples, capacities, [layer]
+        self._names = {module: name for name, module in net.named_modules()}
         self.most = torch.zeros(len(capacities) + 2, dtype=torch.int32, device=device)
         self._size = torch.tensor([*layer.spatial_size.tolist(), samples], device=device)
 
@@ -322,10 +214,23 @@ class _Call(Module):
         torch.maximum(self.most, listed, out=self.most)
         return result
 
+    def alone(self, coords, features):
+        """Call the network, with as many rows as sites."""
+        return self.net([coords, features, self.samples])
 
-def _are_near(found, expected):
-    """Whether two tensors are the same up to what other sums may make of them."""
-    if found.shape != expected.shape:
-        return False
-    found, expected = found.double().nan_to_num(), expected.double().nan_to_num()
-    return bool((found - expected).norm() <= _NEAR * expected.norm())
+    def check_rows(self, few, padded):
+        """Raise if rows without a point are put at sites: none is, as their sample is -1."""
+
+    def lacking(self, most):
+        """Return what there was no room for in calls, by the most that they had, as phrases."""
+        *counts, outside, twice = most
+        found = [
+            f"layer {self._names[layer]!r} had {n} sites, with room for {room}"
+            for (layer, room), n in zip(self.capacities.items(), counts, strict=True)
+            if n > room
+        ]
+        if outside:
+            found.append(f"{outside} points lay outside of the grid or the samples")
+        if twice:
+            found.append("sites were listed twice in mode 0")
+        return found

@@ -14,6 +14,7 @@ from .convs import (
     submanifold_conv,
     transposed_conv,
 )
+from .graphs import graphed
 from .norms import masked_batch_norm
 from .pools import global_pool, sparse_avg_pool, sparse_max_pool, sparse_unpool
 from .sites import (
@@ -29,6 +30,7 @@ __all__ = [
     "coordinate_map",
     "dense_to_sparse",
     "global_pool",
+    "graphed",
     "inverse_conv",
     "kernel_map",
     "masked_batch_norm",

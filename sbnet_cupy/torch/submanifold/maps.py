@@ -22,6 +22,7 @@ from ...submanifold.sources import note_source
 from ...submanifold.sparse_tensor import check_tensor
 from .. import _dispatch_state as state
 from .._native import check_tensors, views
+from .rooms import note, room
 from .site_branch import find_beside, natively
 
 
@@ -165,6 +166,9 @@ def valid(coordinates):
 @untraced
 def kernel_map_of(coordinates, kernel_size, onto=None, **options):
     """Return the KernelMap of tensors that :func:`kernel_map` finds; see there."""
+    makes_sites = onto is None and options.get("offsets") is None
+    if makes_sites:
+        options["capacity"], _ = room(options.get("capacity"))
     onto = None if onto is None else sites_of(onto, "onto")
     known = (coordinates,) if onto is None else (coordinates, onto)
     indices = [each.indices for each in known]
@@ -174,7 +178,10 @@ def kernel_map_of(coordinates, kernel_size, onto=None, **options):
     def find():
         return maps.find_map(sites, kernel_size, **options)
 
-    return _of_native(find_beside(find, *indices), known)
+    made = _of_native(find_beside(find, *indices), known)
+    if makes_sites:
+        note(made.target)
+    return made
 
 
 @untraced

@@ -27,6 +27,7 @@ from .maps import (
     untraced,
 )
 from .operations import filled, reduce_features, rows_of
+from .rooms import note, room
 from .site_branch import find_beside
 
 
@@ -63,12 +64,12 @@ def coordinate_map(
             [0, 5, 5]], dtype=torch.int32)
     """
     check_tensors(indices=indices)
-    options = batch_size, mode, order, capacity
+    shape = _sizes(spatial_shape)
 
-    def reduce(rows):
-        return core.reduce_rows(rows, _sizes(spatial_shape), *options)
+    def reduce(rows, *options):
+        return core.reduce_rows(rows, shape, *options)
 
-    return _listed(reduce, mode, indices)[:2]
+    return _listed(reduce, (batch_size, mode, order, capacity), indices)[:2]
 
 
 def _sizes(shape):
@@ -77,30 +78,34 @@ def _sizes(shape):
     return shape.tolist() if is_listed else shape
 
 
-def _listed(reduce, mode, *tensors):
+def _listed(reduce, options, *tensors, drops=False):
     """Return the sites, the site of each row, and the tensors that reduce features.
 
     These are the row of each site, or the arrays of a Reduction. ``reduce`` is a function of native
-    arrays, as ``reduce_rows``.
+    arrays and the options, as ``reduce_rows``, or one that ``drops`` what is outside on purpose.
     """
     check_not_recorded(*tensors)
-    return _found(reduce, mode, *tensors)
+    return _found(reduce, options, drops, *tensors)
 
 
 @untraced
-def _found(reduce, mode, *tensors):
+def _found(reduce, options, drops, *tensors):
+    batch_size, mode, order, capacity = options
+    capacity, batch_size = room(capacity, batch_size)
 
     def find():
-        made, inverse, reduction = reduce(*views(*tensors))
+        made, inverse, reduction = reduce(*views(*tensors), batch_size, mode, order, capacity)
         if mode in ("sum", "mean"):
             return made, inverse, reduction
         return made, inverse, row_of_site(reduction, made.capacity, mode)
 
     made, inverse, reduction = find_beside(find, *tensors)
+    sites, inverse = of_native(made), to_tensor(inverse)
+    note(sites, inverse, None if drops else tensors[0])
     if mode in ("sum", "mean"):
         listed = (reduction.order, reduction.site, reduction.starts[None])
-        return of_native(made), to_tensor(inverse), tuple(map(to_tensor, listed))
-    return of_native(made), to_tensor(inverse), to_tensor(reduction)
+        return sites, inverse, tuple(map(to_tensor, listed))
+    return sites, inverse, to_tensor(reduction)
 
 
 def sparse_tensor(
@@ -149,12 +154,12 @@ def with_inverse(features, indices, spatial_shape, batch_size, mode, order="leaf
     check_floats(features)
     check_array("indices", spec_of_tensor(indices), ndim=2)
     check_rows(features, indices)
-    options = batch_size, mode, order, capacity
+    shape = _sizes(spatial_shape)
 
-    def reduce(rows):
-        return core.reduce_rows(rows, _sizes(spatial_shape), *options)
+    def reduce(rows, *options):
+        return core.reduce_rows(rows, shape, *options)
 
-    coordinates, inverse, how = _listed(reduce, mode, indices)
+    coordinates, inverse, how = _listed(reduce, (batch_size, mode, order, capacity), indices)
     return SparseTensor(_reduced(features, how, mode), coordinates), inverse
 
 
@@ -214,11 +219,13 @@ def voxelize(
     check_points(spec_of_tensor(points), spec_of_tensor(features))
     options = batch_size, mode, order, capacity
 
-    def find(points, sample=None):
-        return find_voxels(points, ranges, voxel_size, sample, *options)
+    def find(points, *rest):
+        *number, batch_size, mode, order, capacity = rest
+        of_points = (*number, None)[0], batch_size, mode, order, capacity
+        return find_voxels(points, ranges, voxel_size, *of_points)
 
     given = (points,) if sample is None else (points, sample)
-    coordinates, inverse, how = _listed(find, mode, *given)
+    coordinates, inverse, how = _listed(find, options, *given, drops=True)
     return SparseTensor(_reduced(features, how, mode), coordinates), inverse
 
 
@@ -312,6 +319,7 @@ def dense_to_sparse(x, *, tol=0.0, mask=None, capacity=None, data_format="channe
 @untraced
 def _cells_listed(x, tol, mask, capacity, data_format):
     """Return the sites of a grid, and the flat cell of each, -1 for rows that are no site."""
+    capacity, _ = room(capacity)
 
     def find():
         image, where = views(x, mask)
@@ -320,6 +328,7 @@ def _cells_listed(x, tol, mask, capacity, data_format):
 
     made = find_beside(find, x, mask)
     coordinates = of_native(made)
+    note(coordinates)
     shape = (made.batch_size, *made.spatial_shape)
     cells = _cells(coordinates, shape)
     return coordinates, torch.where(cells < math.prod(shape), cells, -1)
@@ -366,6 +375,26 @@ def sparse_to_dense(x, *, fill=0.0, data_format="channels_last", spatial_shape=N
 
 
 ADAPTED["torch", "sparse_to_dense"] = sparse_to_dense
+
+
+@untraced
+def _select(coordinates, mask, capacity):
+    """See :meth:`sbnet_cupy.CoordinateMap.select`."""
+    capacity, _ = room(capacity)
+    if not isinstance(mask, torch.Tensor):
+        return core.select_sites(coordinates, mask, capacity)
+    spec = spec_of_tensor(coordinates.indices)
+    check_array("mask", spec_of_tensor(mask), shape=(coordinates.capacity,), like=spec)
+    sites = native(coordinates)
+    made, rows = find_beside(
+        lambda: core.select_sites(sites, *views(mask), capacity), mask, coordinates.indices
+    )
+    chosen = of_native(made, coordinates)
+    note(chosen)
+    return chosen, to_tensor(rows)
+
+
+ADAPTED["torch", "select"] = _select
 
 
 @untraced

@@ -1,0 +1,355 @@
+"""Calls of a network at sites by a CUDA graph: points are padded, and room for sites is watched."""
+
+import contextlib
+import math
+
+import torch
+from torch.nn.functional import pad
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ...errors import CapacityError
+from ...submanifold.coordinate_map import CoordinateMap
+from ...submanifold.sparse_tensor import SparseTensor
+from ..network.ends import warn
+from ..network.graphs import capture
+from ..network.state import State
+from ..network.training_graphs import Graphs, forked, refuse_hooks
+
+_NEAR = 0.05  # of the norm: less than a few rows that do not belong there make
+_DROPOUTS = (
+    torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d,
+    torch.nn.AlphaDropout, torch.nn.FeatureAlphaDropout,
+)  # fmt: skip
+
+
+class Replayed:
+    """Calls of a network with tensors, some of which have a row for each point.
+
+    Parameters
+    ----------
+    call : Module
+        Calls the network with padded tensors. ``call.alone(*tensors)`` does with others, of any
+        number of points; ``call.check_rows(few, padded)`` raises where rows without a point are at
+        sites; ``call.most`` is an int32 tensor of the most that was seen in calls, and
+        ``call.lacking(most)`` says what there was no room for, as phrases.
+    net : Module
+        The network.
+    tensors : sequence of tensor
+        Those of a call.
+    room : int
+        Rows that the tensors of points get.
+    fills : sequence of float or None
+        What rows without a point hold, for each of the tensors; None for one that is not of points.
+    hint : str
+        What to do where a result has no tensors.
+    """
+
+    def __init__(self, call, net, tensors, room, fills, hint):
+        refuse_hooks(net)
+        self.net, self.room, self._call, self._fills = net, room, call, fills
+        self.device = tensors[0].device
+        with torch.cuda.device(self.device):
+            self._form = _Form(hint)
+            self._of_points = self._leaves_of_points(tensors)
+            self._seen = torch.zeros(call.most.shape, dtype=torch.int32, pin_memory=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+        self._warned = False
+        own = self._padded(tensors, room)
+        if net.training:
+            self._graphs = Graphs(_Tensors(call, self._form), own, net)
+        else:
+            self._own = [tensor.detach().clone() for tensor in own]
+            self._capture()
+        call.most.zero_()
+
+    def _capture(self):
+        """Capture a call in evaluation."""
+
+        def call():
+            return self._form.taken_apart(self._call(*self._own))
+
+        with torch.no_grad():
+            self.graph, self._leaves = capture(call, self._own[0])
+        self._state = State(self.net, most=math.inf)
+
+    def _padded(self, tensors, room):
+        """Return tensors of as many points as there is room for."""
+        return [
+            tensor if fill is None else _with_rows(tensor, room, fill)
+            for tensor, fill in zip(tensors, self._fills, strict=True)
+        ]
+
+    def _few(self, tensors, rows):
+        """Return tensors of as many of their points."""
+        pairs = zip(tensors, self._fills, strict=True)
+        return [tensor if fill is None else tensor[:rows] for tensor, fill in pairs]
+
+    def _points_of(self, tensors):
+        """Return how many points these tensors are of."""
+        pairs = zip(tensors, self._fills, strict=True)
+        return next(len(tensor) for tensor, fill in pairs if fill is not None)
+
+    def _leaves_of_points(self, tensors):
+        """Return which tensors of the result have a row for each point; raise if others are wrong.
+
+        Those that have one row more where there is room for one point more. What is neither, nor
+        are sites or has a row for each place of a grid, such as a mean of all points, counts rows
+        that are no points: it differs from what the network makes of as few points alone.
+        """
+        rows = (self._points_of(tensors) + 1) // 2
+        few = self._few(tensors, rows)
+        padded, longer = (self._padded(few, self.room + more) for more in (0, 1))
+        with evaluated(self.net), torch.no_grad():
+            self._call.check_rows(few, padded)
+            found, other = self._call(*padded), self._call(*longer)
+            shapes = [[t.shape for t in self._form.taken_apart(y)] for y in (found, other)]
+            of_points = [a != b for a, b in zip(*shapes, strict=True)]
+            self._compare(found, self._call.alone(*few), of_points, rows)
+        if self.net.training:
+            self._check_training(few, padded, of_points, rows)
+        return of_points
+
+    def _check_training(self, few, padded, of_points, rows):
+        """Raise if rows that are no points change results or gradients in training.
+
+        Where a network draws random numbers, but for dropout, its results cannot be compared.
+        """
+        with _trained(self.net, self.device) as draws:
+            alone, found = self._call.alone(*few), self._call(*padded)
+            if draws():
+                return
+            self._compare(found, alone, of_points, rows)
+            found, alone = (
+                self._gradient(tensors) for tensors in self._cut(found, alone, of_points, rows)
+            )
+            if not _are_near(found, alone):
+                raise ValueError(
+                    "gradients of the network's parameters must not depend on how many rows are no "
+                    "points; norms over sites are masked_batch_norm, and what rows without a point "
+                    "hold must be finite where it is multiplied by weights"
+                )
+
+    def _gradient(self, leaves):
+        """Return the gradient of all parameters, of a sum of these tensors with weights."""
+        total = sum(
+            (x * torch.arange(x.numel(), device=x.device).view(x.shape).cos()).sum()
+            for x in leaves
+            if x.requires_grad
+        )
+        wanted = [p for p in self.net.parameters() if p.requires_grad]
+        if not wanted or not isinstance(total, torch.Tensor):
+            return torch.zeros(1)
+        grads = torch.autograd.grad(total, wanted, allow_unused=True)
+        return torch.cat([torch.zeros(1, device=self.device), *(
+            g.flatten().float() for g in grads if g is not None
+        )])  # fmt: skip
+
+    def _cut(self, found, alone, of_points, rows):
+        """Return the tensors of two results without rows that hold no site or, the first, point."""
+        cut = []
+        for result, by_points in ((found, of_points), (alone, [False] * len(of_points))):
+            tensors, sites = self._form.taken_apart(result), self._form.sites()
+            cut.append([
+                tensor[:rows] if by_point
+                else tensor[: int(tensors[sites[number]])] if number in sites
+                else tensor
+                for number, (tensor, by_point) in enumerate(zip(tensors, by_points, strict=True))
+            ])  # fmt: skip
+        return cut
+
+    def _compare(self, found, alone, of_points, rows):
+        """Raise unless a result without rows that hold nothing is what the points alone give."""
+        found, alone = self._cut(found, alone, of_points, rows)
+        if not all(map(_are_near, found, alone)):
+            raise ValueError(
+                "the network's result must have a row for each point, be a SparseTensor, or not "
+                "depend on how many rows are no points; use masked_batch_norm for norms over "
+                "sites, and reduce over points outside of what is graphed"
+            )
+
+    def __call__(self, tensors):
+        """Return what the network does of tensors that were checked."""
+        self._warn()
+        rows = self._points_of(tensors)
+        with torch.cuda.device(self.device):
+            if self.net.training:
+                leaves = self._graphs.replay(*self._padded(tensors, self.room))
+                leaves = [self._rows(*x, rows) for x in enumerate(leaves)]
+            else:
+                if not self._state.holds():
+                    self._capture()
+                with torch.no_grad():
+                    self._take(tensors, rows)
+                    self.graph.replay()
+                    leaves = [self._rows(*x, rows).clone() for x in enumerate(self._leaves)]
+            self._seen.copy_(self._call.most, non_blocking=True)
+            self._copied.record()
+        return self._form.put_together(leaves)
+
+    def _take(self, tensors, rows):
+        """Copy tensors to where the graph reads them, with what rows without a point hold."""
+        for own, new, fill in zip(self._own, tensors, self._fills, strict=True):
+            if fill is None:
+                own.copy_(new)
+            else:
+                own[:rows].copy_(new)
+                own[rows:].fill_(fill)
+
+    def _rows(self, number, leaf, rows):
+        return leaf[:rows] if self._of_points[number] else leaf
+
+    def check(self):
+        """Raise CapacityError if sites were dropped since the last check; wait."""
+        most = self._call.most.tolist()
+        self._call.most.zero_()
+        self._warned = False
+        self._seen.zero_()
+        lacking = self._lacking(most)
+        if lacking:
+            raise CapacityError(lacking)
+
+    def _warn(self):
+        """Warn once of sites that calls have dropped, as far as their numbers have come."""
+        if not self._warned and self._copied.query():
+            lacking = self._lacking(self._seen.tolist())
+            if lacking:
+                self._warned = True
+                warn(lacking)
+
+    def _lacking(self, most):
+        """Return what there was no room for, as a sentence, or nothing."""
+        found = self._call.lacking(most)
+        return f"{', '.join(found)}; what there was no room for was dropped" if found else ""
+
+
+class _Form:
+    """How a result is made of tensors."""
+
+    def __init__(self, hint):
+        self.hint = hint
+
+    def taken_apart(self, result):
+        """Return the tensors of a result; remember how it was made of them."""
+        leaves, self._tree = tree_flatten(result)
+        tensors, self._leaves, self._maps = [], [], {}
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                self._leaves.append((len(tensors), None))
+                tensors.append(leaf)
+            elif isinstance(leaf, SparseTensor | CoordinateMap):
+                features, sites = None, leaf
+                if isinstance(leaf, SparseTensor):
+                    features, sites = len(tensors), leaf.coordinates
+                    tensors.append(leaf.features)
+                self._leaves.append((features, id(sites)))
+                if id(sites) not in self._maps:
+                    arrays = sites._arrays()
+                    grid = sites.spatial_shape, sites.batch_size
+                    self._maps[id(sites)] = slice(len(tensors), len(tensors) + len(arrays)), grid
+                    tensors += arrays
+            else:
+                raise TypeError(
+                    "the network's result must be made of tensors in tuples, lists and dicts to "
+                    f"come out of a CUDA graph, got a {type(leaf).__name__}; {self.hint}"
+                )
+        return tensors
+
+    def put_together(self, tensors):
+        """Return a result like the last one, of other tensors."""
+        maps, leaves = {}, []
+        for number, (place, grid) in self._maps.items():
+            indices, count, *status = tensors[place]
+            maps[number] = CoordinateMap(indices, count, *grid, *status)
+        for features, sites in self._leaves:
+            if sites is None:
+                leaves.append(tensors[features])
+            elif features is None:
+                leaves.append(maps[sites])
+            else:
+                leaves.append(SparseTensor(tensors[features], maps[sites]))
+        return tree_unflatten(leaves, self._tree)
+
+    def sites(self):
+        """Return which tensors are of sites, and which of these is the count, as pairs."""
+        found = {}
+        for features, number in self._leaves:
+            if number is not None:
+                place = self._maps[number][0]
+                found[place.start] = place.start + 1
+                if features is not None:
+                    found[features] = place.start + 1
+        return found
+
+
+class _Tensors(torch.nn.Module):
+    """A call whose result is a list of tensors."""
+
+    def __init__(self, call, form):
+        super().__init__()
+        self.call, self._form = call, form
+
+    def forward(self, *tensors):
+        """Call the network."""
+        return self._form.taken_apart(self.call(*tensors))
+
+
+def _with_rows(tensor, rows, fill):
+    """Return a tensor with more rows, which hold a number."""
+    before = (0, 0) * (tensor.dim() - 1)
+    return pad(tensor, (*before, 0, rows - len(tensor)), value=fill)
+
+
+def _are_near(found, expected):
+    """Whether two tensors are the same up to what other sums may make of them."""
+    if found.shape != expected.shape:
+        return False
+    found, expected = (x.detach().double().nan_to_num() for x in (found, expected))
+    return bool((found - expected).norm() <= _NEAR * expected.norm())
+
+
+@contextlib.contextmanager
+def evaluated(net):
+    """Have a network in evaluation for a while."""
+    with _modes_kept(net):
+        net.eval()
+        yield
+
+
+@contextlib.contextmanager
+def _trained(net, device):
+    """Within this a network in training drops nothing, and changes no statistics for good.
+
+    Yields a function that tells whether it has drawn random numbers.
+    """
+    buffers = [(b, b.clone()) for b in net.buffers()]
+    try:
+        with _modes_kept(net), torch.enable_grad(), forked(device):
+            for module in net.modules():
+                if isinstance(module, _DROPOUTS):
+                    module.eval()
+            before = _generators(device)
+            yield lambda: any(map(_differ, before, _generators(device)))
+    finally:
+        with torch.no_grad():
+            for buffer, old in buffers:
+                buffer.copy_(old)
+
+
+def _generators(device):
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
+def _differ(a, b):
+    return not torch.equal(a, b)
+
+
+@contextlib.contextmanager
+def _modes_kept(net):
+    modes = {module: module.training for module in net.modules()}
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training

@@ -1,0 +1,178 @@
+"""Room for the lists of sites that a network makes: calls are measured, others have that capacity.
+
+A list without a capacity has as many rows as sites, which waits for a GPU. In a CUDA graph nothing
+waits: there the lists of a call get capacities, in the order in which they are made.
+"""
+
+import contextlib
+import math
+import threading
+
+import torch
+
+from ...submanifold.distinct import DUPLICATE, OUTSIDE
+
+_CALL = threading.local()  # the Rooms of the call that a thread makes
+
+
+def room(capacity, batch_size=None):
+    """Return the capacity and batch size that the next list of sites of a call is made with."""
+    rooms = getattr(_CALL, "rooms", None)
+    return (capacity, batch_size) if rooms is None else rooms.take(capacity, batch_size)
+
+
+def note(coordinates, inverse=None, rows=None):
+    """Note a list of sites that was made, and at which of them points are: int32, -1 for none.
+
+    Those of ``rows`` that are not of a negative sample should be at one.
+    """
+    rooms = getattr(_CALL, "rooms", None)
+    if rooms is not None:
+        rooms.note(coordinates, inverse, rows)
+
+
+class Rooms:
+    """Room for each list of sites that calls of a network make.
+
+    Parameters
+    ----------
+    net : Module
+        Its modules name the lists that they make in their forward.
+    slack : float
+        Share of room beyond the most that a measured call needed.
+
+    Attributes
+    ----------
+    most, rows : list of int
+        Sites of each list, the most of the measured calls; and rows of each in the last other one.
+    calls : int
+        How many there were.
+    """
+
+    def __init__(self, net, slack):
+        self.net, self.slack = net, slack
+        self.most, self.rows, self.calls = [], [], 0
+        self._samples, self._names, self._running = [], [], []
+        self._fixed, self._keeps, self._made = False, False, []
+        self._inverses, self._lost, self._twice = [], [], []
+
+    @contextlib.contextmanager
+    def measured(self):
+        """Within this a call is measured."""
+        hooks = []
+        for name, module in self.net.named_modules():
+            hooks.append(module.register_forward_pre_hook(self._entered(name)))
+            hooks.append(module.register_forward_hook(self._left, always_call=True))
+        try:
+            with self._kept(fixed=False):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            self._running.clear()
+
+    def samples_fixed(self):
+        """Within this lists have the batch sizes of those that were measured, and no capacity."""
+        return self._kept(fixed=None, keeps=True)
+
+    def fixed(self, keeps=False):
+        """Within this lists of a call have the capacities that were measured, and some more.
+
+        If it ``keeps`` the places of points, :meth:`placed` counts them.
+        """
+        return self._kept(fixed=True, keeps=keeps)
+
+    @contextlib.contextmanager
+    def _kept(self, fixed, keeps=False):
+        self._keeps = keeps
+        before, _CALL.rooms = getattr(_CALL, "rooms", None), self
+        self._fixed, known, made = fixed, self.calls and len(self.most), 0
+        try:
+            yield
+            made = len(self._made)
+        finally:
+            _CALL.rooms = before
+            self._made, self._inverses, self._lost, self._twice = [], [], [], []
+        if self.calls and made != known:
+            raise RuntimeError(
+                "the network must make as many lists of sites in each call, got "
+                f"{made} and {known}; call it itself"
+            )
+        self.calls += 1
+
+    def _entered(self, name):
+        def enter(module, inputs):
+            self._running.append(name)
+
+        return enter
+
+    def _left(self, module, inputs, output):
+        self._running.pop()
+
+    def take(self, capacity, batch_size):
+        """Return the capacity and batch size of the next list; those that are given, if any."""
+        number = len(self._made)
+        if self._fixed is not False and number < len(self.most):
+            batch_size = self._samples[number] if batch_size is None else batch_size
+            if self._fixed and capacity is None:
+                capacity = self.capacity(number)
+        return capacity, batch_size
+
+    def capacity(self, number):
+        """Return how many sites a list has room for, if the network does not say it itself."""
+        return math.ceil(self.most[number] * (1 + self.slack))
+
+    def note(self, coordinates, inverse, rows):
+        """Note a list that was made; see :func:`note`."""
+        number = len(self._made)
+        self._made.append((coordinates.count, coordinates.capacity))
+        if inverse is not None and self._keeps:
+            self._inverses.append(inverse)
+        if self._fixed is False:
+            self._measure(number, coordinates)
+        elif self._fixed and rows is not None:
+            lost = ((inverse < 0) & (rows[:, 0] >= 0)).sum(0, True, dtype=torch.int32)
+            status = coordinates.status
+            twice = status & DUPLICATE
+            status.copy_(twice | (lost > 0).int() * OUTSIDE)
+            self._lost.append(torch.where(coordinates.count > coordinates.capacity, 0, lost))
+            self._twice.append(twice)
+
+    def _measure(self, number, coordinates):
+        if number == len(self.most):
+            self.most.append(0)
+            self._samples.append(coordinates.batch_size)
+            self._names.append(self._running[-1] if self._running else "")
+        self.most[number] = max(self.most[number], coordinates.number())
+        samples = self._samples[number], coordinates.batch_size
+        self._samples[number] = None if None in samples else max(samples)
+
+    def seen(self, like):
+        """Return what the last call had, int32: the sites of each list, points lost, and twice."""
+        none = torch.zeros(1, dtype=torch.int32, device=like.device)
+        lost, twice = (torch.stack(x).sum(0, dtype=torch.int32) if x else none
+                       for x in (self._lost, self._twice))  # fmt: skip
+        counts, self.rows = zip(*self._made, strict=True) if self._made else ((), ())
+        return torch.cat([*counts, lost, twice])
+
+    def placed(self):
+        """Return how many points of each list of the call are at sites; wait."""
+        return [int((inverse >= 0).sum()) for inverse in self._inverses]
+
+    def lacking(self, seen):
+        """Return what there was no room for in calls, by the most that they had, as phrases."""
+        *counts, lost, twice = seen
+        found = [
+            f"{self._name(number)} had {n} sites, with room for {rows}"
+            for number, (n, rows) in enumerate(zip(counts, self.rows, strict=True))
+            if n > rows
+        ]
+        if lost:
+            found.append(f"{lost} points lay outside of the grid or the samples")
+        if twice:
+            found.append('sites were listed twice with mode="unique"')
+        return found
+
+    def _name(self, number):
+        name = self._names[number]
+        return f"layer {name!r}" if name else f"list {number} of sites"

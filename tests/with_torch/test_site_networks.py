@@ -1,0 +1,461 @@
+"""graphed gives what a network at sites gives, of points of any number, in evaluation and training.
+
+On a CPU it calls the network; "as on a GPU" what is around the CUDA graphs runs there too, and the
+graphs call the network.
+"""
+
+import copy
+
+import pytest
+
+import sbnet_cupy as sb
+from support import graphs_on_cpu
+from support.torch_cases import on_device
+
+SHAPE, SAMPLES = (18, 20), 2
+RANGES = [(-1.0, 8.0), (0.0, 10.0)]
+
+
+@pytest.fixture(params=["cpu", "as on a GPU", pytest.param("gpu", marks=pytest.mark.gpu)])
+def device(torch, request, require):
+    """The device of the points."""
+    if request.param == "gpu":
+        return on_device(require, torch, "cuda")
+    return "cpu"
+
+
+@pytest.fixture
+def is_replayed(request):
+    """Whether there are graphs, or stand-ins for them."""
+    return request.node.callspec.params["device"] != "cpu"
+
+
+@pytest.fixture
+def graphed(torch, st, device, is_replayed, monkeypatch):
+    """``graphed``, whose graphs on a CPU are stand-ins where the device says so."""
+    if is_replayed and device == "cpu":
+        from sbnet_cupy.torch.submanifold import graphs
+
+        graphs_on_cpu.patch_calls(monkeypatch)
+        monkeypatch.setattr(graphs._Run, "_replays", lambda run: True)
+    return st.graphed
+
+
+def drawn(torch, *shape):
+    """Return weights of a convolution, as large as keeps features."""
+    terms = torch.Size(shape[:-1]).numel()
+    return torch.nn.Parameter(torch.randn(shape, dtype=torch.float64) / terms**0.5)
+
+
+def unet(torch, st, end=None, **capacities):
+    """Return a U-Net; its result is a row for each point, unless ``end(x, voxel)`` makes it."""
+
+    class Level(torch.nn.Module):
+        def __init__(self, channels):
+            super().__init__()
+            self.down = drawn(torch, 2, 2, channels, 6)
+            self.up = drawn(torch, 2, 2, 6, channels)
+
+        def forward(self, x):
+            capacity = capacities.get("down")
+            y = st.strided_conv(x, self.down, stride=2, activation="relu", capacity=capacity)
+            return st.inverse_conv(y, self.up, onto=x)
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.level = drawn(torch, 3, 3, 3, 4), Level(4)
+            self.scale = torch.nn.Parameter(torch.randn(4, dtype=torch.float64))
+            self.register_buffer("mean", torch.zeros(4, dtype=torch.float64))
+            self.register_buffer("variance", torch.ones(4, dtype=torch.float64))
+
+        def forward(self, rows, values):
+            x = st.coordinate_map(rows, spatial_shape=SHAPE, mode="mean", **capacities.get("x", {}))
+            sites, voxel = x
+            x = st.sparse_tensor(
+                values, rows, spatial_shape=SHAPE, mode="mean", **capacities.get("x", {})
+            )
+            assert x.coordinates.capacity == sites.capacity
+            x = st.submanifold_conv(x, self.first)
+            x = st.masked_batch_norm(
+                x, self.mean, self.variance, self.scale, training=self.training, activation="relu"
+            )
+            x = x.replace(x.features + self.level(x).features)
+            return x.features[voxel] if end is None else end(x, voxel)
+
+    torch.manual_seed(0)
+    return Net()
+
+
+def points(torch, n, seed, device="cpu", samples=SAMPLES):
+    """Return rows of n points, of which some are at the same sites, and their features."""
+    generator = torch.Generator().manual_seed(seed)
+    low = [torch.randint(0, most, (n,), generator=generator) for most in (samples, *SHAPE)]
+    values = torch.randn(n, 3, generator=generator, dtype=torch.float64)
+    return torch.stack(low, 1).to(device), values.to(device)
+
+
+def assert_close(torch, found, expected):
+    """Sums in float64 may be in another order."""
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_points_of_any_number(torch, st, graphed, device):
+    net = unet(torch, st).to(device).eval()
+    run, kept = graphed(net, [points(torch, 60, seed, device) for seed in (0, 1)]), []
+    for n, seed in ((60, 2), (75, 3), (1, 4), (0, 5), (40, 6)):
+        given = points(torch, n, seed, device)
+        with torch.no_grad():
+            expected = net(*given)
+        found = run(*given)
+        assert found.shape == (n, 4)
+        assert_close(torch, found, expected)
+        kept.append((found, found.clone()))
+    assert all(torch.equal(*pair) for pair in kept)  # results are not written over
+    assert run.check() is run
+
+
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA")
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
+def test_training(torch, st, graphed, device, is_replayed):
+    """Gradients of features and parameters, and running statistics."""
+    net = unet(torch, st).to(device).train()
+    plain = copy.deepcopy(net)
+    rows, values = points(torch, 60, 0, device)
+    before = copy.deepcopy(net.state_dict())
+    run = graphed(net, [(rows, values.requires_grad_())])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+    assert net.training
+    for n, seed in ((60, 1), (70, 2), (25, 3)):
+        rows, values = points(torch, n, seed, device)
+        results = []
+        for call, its in ((run, net), (plain, plain)):
+            own = values.clone().requires_grad_()
+            its.zero_grad()
+            y = call(rows, own)
+            assert y.shape == (n, 4)
+            (y * torch.arange(4, device=device).cos()).square().sum().backward()
+            grads = [p.grad.clone() for p in its.parameters()]
+            results.append([y.detach(), own.grad, *grads, *(b.clone() for b in its.buffers())])
+        for found, expected in zip(*results, strict=True):
+            assert_close(torch, found, expected)
+    if is_replayed:
+        with pytest.raises(RuntimeError, match="must be computed before the next call"):
+            first = run(rows, values.requires_grad_())
+            run(rows, values)
+            first.sum().backward()
+    with pytest.raises(RuntimeError, match="whether a tensor requires a gradient"):
+        run(*points(torch, 10, 0, device))
+    net.eval()
+    with pytest.raises(RuntimeError, match="training, autocast"):
+        run(rows, values)
+
+
+def test_results_of_sites(torch, st, graphed, device, is_replayed):
+    """Two SparseTensors on the same sites, a coarser one, a grid, and sums of samples."""
+
+    def end(x, voxel):
+        down = st.sparse_max_pool(x, 2)
+        rest = st.sparse_to_dense(x), [st.global_pool(x), st.global_pool(x, "mean")]
+        return {"x": x, "again": x.replace(-x.features), "sites": down.coordinates, "rest": rest}
+
+    net = unet(torch, st, end).to(device).eval()
+    run = graphed(net, [points(torch, 60, 0, device)])
+    for n in (60, 9, 2):
+        given = points(torch, n, n, device)
+        given[0][0, 0] = 1  # of the second sample
+        with torch.no_grad():
+            expected = net(*given)
+        found = run(*given)
+        assert found["x"].coordinates is found["again"].coordinates
+        sites, number = found["x"].coordinates, expected["x"].coordinates.capacity
+        assert sites.check() is sites
+        assert sites.number() == number
+        assert (sites.capacity > number) == is_replayed
+        assert found["sites"].check().number() == expected["sites"].number()
+        assert (sites.spatial_shape, sites.batch_size) == (SHAPE, SAMPLES)
+        assert torch.equal(sites.valid(), torch.arange(sites.capacity, device=device) < number)
+        for name in ("x", "again"):
+            assert torch.equal(found[name].indices[:number], expected[name].indices)
+            assert_close(torch, found[name].features[:number], expected[name].features)
+            assert not found[name].features[number:].any()
+        for one, other in zip(
+            *(torch.utils._pytree.tree_leaves(y["rest"]) for y in (found, expected)), strict=True
+        ):
+            assert_close(torch, one, other)
+    if is_replayed:  # what follows leaves out rows that hold no site
+        w = drawn(torch, 3, 3, 4, 2).to(device)
+        y, exact = (st.submanifold_conv(x["x"], w) for x in (found, expected))
+        assert_close(torch, y.features[:number], exact.features)
+
+
+def test_sites_that_are_selected(torch, st, graphed, device):
+    """As a head does that goes on with the largest features."""
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = drawn(torch, 3, 3, 3, 4)
+
+        def forward(self, rows, values):
+            x = st.sparse_tensor(values, rows, spatial_shape=SHAPE, mode="mean")
+            sites, taken = x.coordinates.select(x.features[:, 0] > 0)
+            features = torch.where((taken >= 0)[:, None], x.features[taken.clamp(min=0)], 0)
+            return st.sparse_to_dense(st.submanifold_conv(sb.SparseTensor(features, sites), self.w))
+
+    torch.manual_seed(0)
+    net = Net().to(device).eval()
+    run = graphed(net, [points(torch, 60, 0, device)], slack=1)
+    for n in (60, 11):
+        given = points(torch, n, n, device)
+        given[0][0, 0] = 1  # of the second sample
+        with torch.no_grad():
+            assert_close(torch, run(*given), net(*given))
+    run.check()
+
+
+def clouds(torch, st):
+    """Return a network of points in metres, which are features, too."""
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.w = torch.nn.Linear(4, 5).double(), drawn(torch, 3, 3, 5, 2)
+
+        def forward(self, points, sample):
+            grid = {"ranges": RANGES, "voxel_size": 0.5, "mode": "mean"}
+            x, voxel = st.voxelize(points, self.linear(points), sample=sample, **grid)
+            return st.submanifold_conv(x, self.w).features[voxel]
+
+    torch.manual_seed(0)
+    return Net()
+
+
+def cloud(torch, n, seed, device):
+    """Return n points in metres, all of them inside of the ranges, and their samples."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.rand(n, 4, generator=generator, dtype=torch.float64)
+    values[:, 0] = values[:, 0] * 8.9 - 1
+    values[:, 1] *= 9.9
+    sample = torch.randint(0, 3, (n,), generator=generator)
+    return values.to(device), sample.to(device)
+
+
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA")
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
+def test_points_in_metres(torch, st, graphed, device, is_replayed):
+    net = clouds(torch, st).to(device).eval()
+    inputs = [cloud(torch, 90, seed, device) for seed in (0, 1)]
+    run = graphed(net, inputs)
+    for n in (90, 112, 3):
+        given = cloud(torch, n, n, device)
+        with torch.no_grad():
+            assert_close(torch, run(*given), net(*given))
+    run.check()
+    net.train()
+    if is_replayed:
+        with pytest.raises(ValueError, match="must be finite where it is multiplied by weights"):
+            graphed(net, inputs)  # NaN times the gradient 0
+        with pytest.raises(ValueError, match=r"fill must be outside of the grid, .* got 68 that"):
+            graphed(net, inputs, fill=0)  # inside of the ranges
+    run = graphed(net, inputs, fill=[1e4, -1])
+    given = cloud(torch, 50, 7, device)
+    grads = []
+    for call in (run, net):
+        net.zero_grad()
+        call(*given).square().sum().backward()
+        grads.append([p.grad.clone() for p in net.parameters()])
+    for found, expected in zip(*grads, strict=True):
+        assert_close(torch, found, expected)
+
+
+def test_what_counts_rows_that_are_no_points(torch, st, graphed, device, is_replayed):
+    ends = [lambda x, v: x.features, lambda x, v: x.features[v].mean(0), lambda x, v: x.features.T]
+    if is_replayed:
+        for end in ends:
+            with pytest.raises(ValueError, match="reduce over points outside"):
+                graphed(unet(torch, st, end).to(device).eval(), [points(torch, 60, 0, device)])
+
+    class Normed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.w = torch.nn.BatchNorm1d(3).double(), drawn(torch, 3, 3, 3, 4)
+            self.dropout = torch.nn.Dropout(0.3)
+
+        def forward(self, rows, values):
+            x = st.sparse_tensor(values, rows, spatial_shape=SHAPE, mode="mean")
+            x = x.replace(self.dropout(self.norm(x.features)))
+            return st.submanifold_conv(x, self.w)
+
+    net = Normed().to(device)
+    before = copy.deepcopy(net.state_dict())
+    state = torch.get_rng_state()
+    graphed(net.eval(), [points(torch, 60, 0, device)])  # whose statistics are those that ran
+    if is_replayed:
+        with pytest.raises(ValueError, match="use masked_batch_norm for norms over sites"):
+            graphed(net.train(), [points(torch, 60, 0, device)])
+        assert net.training and net.dropout.training
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+
+
+def test_a_network_that_has_changed(torch, st, graphed, device):
+    net = unet(torch, st).to(device).eval()
+    given = points(torch, 60, 0, device)
+    run = graphed(net, [given])
+    first = run(*given)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.mul_(1.5)
+        expected = net(*given)
+    assert not torch.equal(first, expected)
+    assert_close(torch, run(*given), expected)
+
+
+def test_what_is_dropped_shows(torch, st, graphed, device, is_replayed):
+    net = unet(torch, st).to(device).eval()
+    rows, values = points(torch, 60, 0, device)
+    few = rows.clone()
+    few[:, 1:] %= 3  # few sites
+    run = graphed(net, [(few, values)], slack=0.1)
+    if not is_replayed:
+        assert run(rows, values).shape == (60, 4)
+        return
+    run(rows, values)
+    if device != "cpu":
+        torch.cuda.synchronize()
+    with pytest.warns(RuntimeWarning, match="list 0 of sites had .* sites, with room for 20") as w:
+        run(few, values)
+    assert "layer 'level' had" in str(w[0].message)
+    assert w[0].filename == __file__
+    with pytest.raises(sb.CapacityError, match="what there was no room for was dropped"):
+        run.check()
+    run(few, values)
+    assert run.check() is run
+    outside = few.clone()
+    outside[3, 1], outside[5, 0], outside[6, 2] = SHAPE[0], SAMPLES, -1
+    found = run(outside, values)
+    with pytest.raises(sb.CapacityError, match="6 points lay outside"):  # of two lists
+        run.check()
+    kept = torch.tensor([k not in (3, 5, 6) for k in range(60)], device=device)
+    with torch.no_grad():
+        assert_close(torch, found[kept], net(outside[kept], values[kept]))
+
+
+def test_sites_twice(torch, st, graphed, device, is_replayed):
+    class Net(torch.nn.Module):
+        def forward(self, rows, values):
+            return st.sparse_tensor(values, rows, spatial_shape=SHAPE, batch_size=2)
+
+    rows, values = points(torch, 1, 0, device)
+    run = graphed(Net(), [(rows, values)], slack=5)
+    if not is_replayed:
+        return
+    assert run(rows, values).coordinates.check().number() == 1
+    found = run(rows.repeat(3, 1), values.repeat(3, 1))
+    with pytest.raises(sb.CapacityError, match="listed twice"):
+        run.check()
+    with pytest.raises(ValueError, match="distinct"):
+        found.coordinates.check()
+
+
+def test_capacities_of_the_network(torch, st, graphed, device, is_replayed):
+    """They stay as they are, and tell what they have no room for."""
+    own = {"x": {"capacity": 50, "batch_size": 2}, "down": 30}
+    net = unet(torch, st, lambda x, voxel: x, **own).to(device).eval()
+    run = graphed(net, [points(torch, 30, 0, device)])
+    assert run(*points(torch, 30, 1, device)).coordinates.capacity == 50
+    run.check()
+    if is_replayed:
+        run = graphed(net, [points(torch, 60, 0, device)])
+        run(*points(torch, 75, 1, device))
+        with pytest.raises(sb.CapacityError, match=r"layer 'level' had .* with room for 30"):
+            run.check()
+
+
+def test_other_lists_in_each_call(torch, st, graphed, device):
+    class Net(torch.nn.Module):
+        def forward(self, rows, values):
+            x = st.sparse_tensor(values, rows, spatial_shape=SHAPE, mode="mean")
+            return st.sparse_max_pool(x, 2) if len(rows) > 40 else x
+
+    inputs = [points(torch, n, 0, device) for n in (60, 30)]
+    with pytest.raises(RuntimeError, match="as many lists of sites in each call, got 1 and 2"):
+        graphed(Net(), inputs)
+    assert isinstance(st.sparse_tensor(inputs[0][1], inputs[0][0], mode="sum"), sb.SparseTensor)
+
+
+def test_lists_of_dense_images(torch, st, graphed, device):
+    """A tensor that is none of points, of sites that are found of features."""
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = drawn(torch, 3, 3, 1, 4)
+
+        def forward(self, rows, image):
+            x = st.dense_to_sparse(image)
+            y = st.submanifold_conv(x, self.w)
+            rows = torch.where(rows >= 0, rows, 0)
+            return st.sparse_to_dense(y)[tuple(rows.long().unbind(1))]
+
+    def images(seed, n):
+        torch.manual_seed(seed)
+        image = torch.relu(torch.randn(SAMPLES, *SHAPE, 1, dtype=torch.float64) - 1)
+        return points(torch, n, seed, device)[0], image.to(device)
+
+    net = Net().to(device).eval()
+    run = graphed(net, [images(0, 30), images(1, 20)], slack=1)
+    for n in (30, 4):
+        with torch.no_grad():
+            assert_close(torch, run(*images(n, n)), net(*images(n, n)))
+    run.check()
+
+
+def test_bad_arguments(torch, st, graphed, device, is_replayed):
+    net = unet(torch, st).to(device).eval()
+    rows, values = points(torch, 60, 0, device)
+    run = graphed(net, [(rows, values)])
+    bad = [
+        (sb.ShapeError, r"tensor 0 must have shape \(60, 3\)", (rows[:, :2], values)),
+        (sb.ShapeError, r"tensor 1 must have shape \(60, 3\), a row for each", (rows, values[:9])),
+        (sb.DTypeError, "tensor 1 must be torch.float64", (rows, values.float())),
+        (sb.ShapeError, "at most 75, for which .* got 76", points(torch, 76, 0, device)),
+        (sb.DeviceError, "tensor 1 must be on", (rows, values.to("meta"))),
+        (sb.ShapeError, "must be called with 2 tensors, .* got 1", (rows,)),
+        (sb.DTypeError, "tensor 0 must be a torch.Tensor, got list", (rows.tolist(), values)),
+    ]  # fmt: skip
+    for error, message, given in bad:
+        with pytest.raises(error, match=message):
+            run(*given)
+    assert run(rows, values).shape == (60, 4)
+    given = [(rows, values)]
+    for error, message, arguments in (
+        (ValueError, "inputs must not be empty", ([],)),
+        (sb.DTypeError, "inputs must hold tensors, .* got NoneType", ([None],)),
+        (sb.DTypeError, "tensor 1 must be a torch.Tensor, got int", ([(rows, 3)],)),
+        (sb.ShapeError, "tensor 0 must have a row for each point", ([torch.tensor(3)],)),
+        (sb.ShapeError, "slack must not be negative", (given, -1)),
+        (sb.DTypeError, "slack must be a number", (given, "a")),
+        (sb.ShapeError, "one for each of the 2 tensors of an input, got 3", (given, 0.25, [0] * 3)),
+        (sb.DTypeError, "fill must be a number", (given, 0.25, "a")),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            graphed(net, *arguments)
+    with pytest.raises(TypeError, match=r"net must be a torch\.nn\.Module, got f"):
+        graphed(lambda rows: rows, given)
+    if is_replayed:
+        wrong = unet(torch, st, lambda x, voxel: (x, "name")).to(device).eval()
+        with pytest.raises(TypeError, match="got a str; return tensors and SparseTensors alone"):
+            graphed(wrong, given)
+        net.level.register_forward_hook(lambda *_: None)
+        with pytest.raises(RuntimeError, match="forward hooks"):
+            graphed(net, given)
+
+
+@pytest.mark.gpu
+def test_waiting_for_the_device(torch, st, require):
+    device = on_device(require, torch, "cuda")
+    net = unet(torch, st, lambda x, voxel: x.features[x.coordinates.valid()]).to(device).eval()
+    with pytest.raises((RuntimeError, ValueError), match=r"waits for the device|reduce over"):
+        st.graphed(net, [points(torch, 60, 0, device)])
