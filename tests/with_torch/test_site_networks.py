@@ -299,6 +299,28 @@ def test_what_counts_rows_that_are_no_points(torch, st, graphed, device, is_repl
     assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
 
 
+def test_results_that_cancel(torch, st, graphed, device):
+    """The mean of what a norm over sites made is 0, up to rounding, and has no gradient."""
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = drawn(torch, 3, 3, 3, 4)
+
+        def forward(self, rows, values):
+            x = st.sparse_tensor(values, rows, spatial_shape=SHAPE, mode="mean")
+            x = st.masked_batch_norm(st.submanifold_conv(x, self.w), training=True)
+            return x, x.features.sum(0)
+
+    torch.manual_seed(0)
+    net = Net().to(device)
+    for n in range(50, 60):
+        given = points(torch, n, n, device)
+        x, total = graphed(net.train(n % 2 == 0), [given])(*given)
+        assert (total.abs() < 1e-12).all()
+        assert x.features.square().sum() > 1
+
+
 def test_a_network_that_has_changed(torch, st, graphed, device):
     net = unet(torch, st).to(device).eval()
     given = points(torch, 60, 0, device)

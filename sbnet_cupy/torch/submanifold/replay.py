@@ -16,6 +16,7 @@ from ..network.state import State
 from ..network.training_graphs import Graphs, forked, refuse_hooks
 
 _NEAR = 0.05  # of the norm: less than a few rows that do not belong there make
+_ROUNDINGS = 16  # of a number, one after the other
 _DROPOUTS = (
     torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d,
     torch.nn.AlphaDropout, torch.nn.FeatureAlphaDropout,
@@ -120,10 +121,8 @@ class Replayed:
             if draws():
                 return
             self._compare(found, alone, of_points, rows)
-            found, alone = (
-                self._gradient(tensors) for tensors in self._cut(found, alone, of_points, rows)
-            )
-            if not _are_near(found, alone):
+            both = self._cut(found, alone, of_points, rows)
+            if not _are_near(*map(self._gradient, both), _largest(both[1])):
                 raise ValueError(
                     "gradients of the network's parameters must not depend on how many rows are no "
                     "points; norms over sites are masked_batch_norm, and what rows without a point "
@@ -141,9 +140,8 @@ class Replayed:
         if not wanted or not isinstance(total, torch.Tensor):
             return torch.zeros(1)
         grads = torch.autograd.grad(total, wanted, allow_unused=True)
-        return torch.cat([torch.zeros(1, device=self.device), *(
-            g.flatten().float() for g in grads if g is not None
-        )])  # fmt: skip
+        grads = [g.flatten() for g in grads if g is not None]
+        return torch.cat(grads) if grads else torch.zeros(1)
 
     def _cut(self, found, alone, of_points, rows):
         """Return the tensors of two results without rows that hold no site or, the first, point."""
@@ -161,7 +159,8 @@ class Replayed:
     def _compare(self, found, alone, of_points, rows):
         """Raise unless a result without rows that hold nothing is what the points alone give."""
         found, alone = self._cut(found, alone, of_points, rows)
-        if not all(map(_are_near, found, alone)):
+        most = _largest(alone)
+        if not all(_are_near(*pair, most) for pair in zip(found, alone, strict=True)):
             raise ValueError(
                 "the network's result must have a row for each point, be a SparseTensor, or not "
                 "depend on how many rows are no points; use masked_batch_norm for norms over "
@@ -300,12 +299,26 @@ def _with_rows(tensor, rows, fill):
     return pad(tensor, (*before, 0, rows - len(tensor)), value=fill)
 
 
-def _are_near(found, expected):
-    """Whether two tensors are the same up to what other sums may make of them."""
+def _are_near(found, expected, most):
+    """Whether two tensors are the same up to what other sums of numbers may make of them.
+
+    The norm of what they are made of is up to ``most``, which rounding goes by where sums cancel.
+    """
     if found.shape != expected.shape:
         return False
-    found, expected = (x.detach().double().nan_to_num() for x in (found, expected))
-    return bool((found - expected).norm() <= _NEAR * expected.norm())
+    eps = torch.finfo(found.dtype).eps if found.is_floating_point() else 0
+    found, expected = _exact(found), _exact(expected)
+    bound = max(_NEAR * float(expected.norm()), _ROUNDINGS * eps * most)
+    return float((found - expected).norm()) <= bound
+
+
+def _largest(tensors):
+    """Return the largest norm of one of the tensors of floats."""
+    return max((float(_exact(x).norm()) for x in tensors if x.is_floating_point()), default=0.0)
+
+
+def _exact(tensor):
+    return tensor.detach().double().nan_to_num()
 
 
 @contextlib.contextmanager
