@@ -334,6 +334,50 @@ def test_a_network_that_has_changed(torch, st, graphed, device):
     assert_close(torch, run(*given), expected)
 
 
+def test_weights_are_packed_once(torch, st, device, request):
+    """Those that the network keeps, where nothing converts them and no gradient is recorded."""
+    if request.node.callspec.params["device"] == "as on a GPU":
+        pytest.skip("there are no graphs")
+    from sbnet_cupy.torch.submanifold.kept_weights import KeptWeights
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w, self.bias = drawn(torch, 3, 3, 3, 4), drawn(torch, 4)
+            self.register_buffer("scale", torch.rand(4, dtype=torch.float64))
+
+        def forward(self, rows, values):
+            x = st.sparse_tensor(values, rows, spatial_shape=SHAPE, mode="mean")
+            both = {"bias": self.bias, "scale": self.scale}
+            results = [
+                st.submanifold_conv(x, self.w, **both, activation="relu", residual=values_of)
+                for values_of in (None, x.features.sum(1, keepdim=True).expand(-1, 4).contiguous())
+            ]
+            results.append(st.submanifold_conv(x, self.w, precision="ieee"))
+            results.append(st.submanifold_conv(x, self.w * 1))
+            results.append(st.submanifold_conv(x, self.w, scale=self.scale + 0))
+            return [y.features for y in results]
+
+    torch.manual_seed(0)
+    net, given = Net().to(device), points(torch, 60, 0, device)
+    expected, weights = net(*given), KeptWeights(net)
+    with weights.used():
+        for found, exact in zip(net(*given), expected, strict=True):
+            assert found.requires_grad
+            assert torch.equal(found, exact)
+        assert not weights._packed
+        with torch.no_grad():
+            for found, exact in zip(net(*given) + net(*given), expected * 2, strict=True):
+                assert torch.equal(found, exact)
+        assert len(weights._packed) == 2  # with scale and bias, and alone
+    with torch.no_grad(), torch.autocast(device.split(":")[0], torch.bfloat16):
+        expected, weights = net.float()(given[0], given[1].float()), KeptWeights(net)
+        with weights.used():
+            for found, exact in zip(net(given[0], given[1].float()), expected, strict=True):
+                assert torch.equal(found, exact)
+    assert not weights._packed
+
+
 def test_what_is_dropped_shows(torch, st, graphed, device, is_replayed):
     net = unet(torch, st).to(device).eval()
     rows, values = points(torch, 60, 0, device)

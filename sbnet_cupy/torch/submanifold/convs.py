@@ -15,6 +15,7 @@ from .._call import call
 from .._native import check_tensors, native_weights, spec_of
 from ..layers import autocast
 from .kept_calls import compute_again
+from .kept_weights import kept_weights
 from .maps import check_sparse, kernel_map_of, map_between, same_map, sites_of, valid
 from .operations import CONV, filled, transposed_rows
 
@@ -62,6 +63,7 @@ def site_conv(
     tensor([1., 3., 1.])
     """
     check_kernel_map(kernel_map)
+    w, scale, bias, precision = kept_weights(w, scale, bias, precision)
     if scale is None and bias is None and precision is None and out is None:
         y = compute_again(features, w, kernel_map, groups, residual, activation)
         if y is not None:

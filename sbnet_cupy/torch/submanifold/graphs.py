@@ -25,8 +25,10 @@ def graphed(net, inputs, slack=0.25, fill=None):
     last ones are dropped: a later call warns of that, and ``run.check()``, which waits, raises
     CapacityError.
 
-    In evaluation the graph holds a call, and is captured again when weights or attributes have
-    changed; gradients are not computed. Of a network in training it holds results and gradients.
+    In evaluation the graph holds a call, with the weights of convolutions packed once, and is
+    captured again when weights or attributes have changed; gradients are not computed. Weights that
+    are written to past autograd's versions, through ``weight.data`` or NumPy, do not show that they
+    changed: make the graph again. Of a network in training it holds results and gradients.
     There is memory for one call: its gradients must be computed before the next call, and once. To
     make it changes neither the network nor the state of the random generators. On a CPU there is no
     graph, and ``run`` calls the network.

@@ -14,6 +14,7 @@ from ..network.ends import warn
 from ..network.graphs import capture
 from ..network.state import State
 from ..network.training_graphs import Graphs, forked, refuse_hooks
+from .kept_weights import KeptWeights
 
 _NEAR = 0.05  # of the norm: less than a few rows that do not belong there make
 _ROUNDINGS = 16  # of a number, one after the other
@@ -66,11 +67,12 @@ class Replayed:
 
     def _capture(self):
         """Capture a call in evaluation."""
+        self._weights = KeptWeights(self.net)  # which the graph reads
 
         def call():
             return self._form.taken_apart(self._call(*self._own))
 
-        with torch.no_grad():
+        with torch.no_grad(), self._weights.used():
             self.graph, self._leaves = capture(call, self._own[0])
         self._state = State(self.net, most=math.inf)
 
