@@ -23,7 +23,7 @@ COMMANDS = [
     'pip install -e ".[demo]" && sbnet-cupy demo', 'pip install -e ".[test]" && pytest -n auto'
 ]  # fmt: skip
 REFERENCE, GEOMETRY = "docs/reference.md", "docs/operations.md"
-SBNET = "docs/coming_from_sbnet.md"
+SBNET, SPCONV = "docs/coming_from_sbnet.md", "docs/coming_from_spconv.md"
 OPTIONAL = {"cupy": "gpu", "torch": "torch", "jax": "jax", "tensorflow": "tensorflow"}
 
 
@@ -90,7 +90,7 @@ def test_the_code_runs_and_prints_what_it_says(library, require):
 
 GUIDES = {
     name: code_blocks((ROOT / "docs" / name).read_text(encoding="utf-8"), "python")
-    for name in ("operations.md", "sites.md", "stack.md")
+    for name in ("coming_from_spconv.md", "operations.md", "sites.md", "stack.md")
 }
 CALLS = [
     (name, lib) for name, code in GUIDES.items() for lib in dict.fromkeys(map(library_of, code))
@@ -181,7 +181,20 @@ def test_the_arguments_are_those_of_the_ops():
     ("old", "new", "why"), rows(section("# Coming from SBNet", SBNET)), ids=lambda cell: cell[:40]
 )
 def test_coming_from_sbnet(old, new, why):
-    """Each new name exists and takes the arguments that the table passes."""
+    check_name(old, new, why, sbnet_cupy)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"), rows(section("# Coming from spconv", SPCONV)), ids=lambda cell: cell[:40]
+)
+def test_coming_from_spconv(old, new, why, torch):
+    import sbnet_cupy.torch as st
+
+    check_name(old, new, why, sbnet_cupy if "SparseTensor." in new else st)
+
+
+def check_name(old, new, why, package):
+    """Check that a new name exists and takes the arguments that the table passes."""
     assert old and why.endswith(".")
     if new in ("none", "none yet"):
         return
@@ -190,7 +203,7 @@ def test_coming_from_sbnet(old, new, why):
         assert node.names[0].name == "sbnet_cupy"
         return
     call = node.value
-    target = sbnet_cupy
+    target = package
     for name in ast.unparse(call.func if isinstance(call, ast.Call) else call).split("."):
         fields = getattr(target, "__dataclass_fields__", {})
         target = fields[name] if name in fields else getattr(target, name)
