@@ -23,6 +23,8 @@ def capture(graphs, leaves):
     """Do what ``Graphs._capture`` does; a call writes over the activations of the one before it."""
     import torch
 
+    from sbnet_cupy.torch.network.together import Together
+
     wanted = [t for t in (*graphs.own, *leaves) if t.requires_grad]
     memory, kept = graphs.memory, types.SimpleNamespace(number=0)
     number, graphs = id(graphs), weakref.proxy(graphs)  # which holds what follows
@@ -44,17 +46,19 @@ def capture(graphs, leaves):
         memory.activations = None  # the gradients have written over them
         results = [r for r in results if r.requires_grad]
         found = torch.autograd.grad(results, wanted, graphs.own_grads, allow_unused=True)
-        for own, grad in zip(graphs.found, found, strict=True):
+        for own, grad in zip(graphs.found.tensors, found, strict=True):
             assert (own is None) == (grad is None)
             if own is not None:
                 own.copy_(grad)
+        for own, new in zip(graphs.found.joined, graphs.found.join(), strict=True):
+            own.copy_(new)
 
     results = call()
     graphs.own_grads = [torch.zeros_like(r) for r in results if r.requires_grad]
     some = [r for r in results if r.requires_grad]
-    graphs.found = (
-        torch.autograd.grad(some, wanted, graphs.own_grads, allow_unused=True) if some else []
-    )
+    if some:
+        found = torch.autograd.grad(some, wanted, graphs.own_grads, allow_unused=True)
+        graphs.found = Together(found)
     graphs.results = [(r.detach().clone(), r.requires_grad) for r in results]
     graphs.graph = types.SimpleNamespace(replay=replay)
     graphs.graph_of_gradients = types.SimpleNamespace(replay=replay_gradients)

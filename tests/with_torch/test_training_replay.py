@@ -548,3 +548,39 @@ def test_graphs_are_dropped_with_their_network(st, device, log):
         assert graphs() is None
     finally:
         gc.enable()
+
+
+def test_gradients_are_copied_as_they_lie(torch):
+    """Small ones by one kernel: values, strides and alignment are those of copies one by one."""
+    from sbnet_cupy.torch.network.together import Together
+
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape, dtype=torch.float32):
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    last = drawn(4, 3, 5, 2).contiguous(memory_format=torch.channels_last)
+    tensors = [
+        drawn(5), None, drawn(8, 4), last, drawn(3, 3).t(), drawn(6, dtype=torch.float16),
+        drawn(2, 8, dtype=torch.float16), drawn(1, 1).expand(4, 4), drawn(600, 600), drawn(0, 3),
+        drawn(2, 6)[:, :4], drawn(7, dtype=torch.float64), drawn(16),
+    ]  # fmt: skip
+    kept = Together(tensors)
+    assert [x.numel() for x in kept.joined] == [5 + 32 + 120 + 0 + 16, 6 + 16]
+    first, second = kept.copies(), kept.copies()
+    for tensor, one, other in zip(tensors, first, second, strict=True):
+        if tensor is None:
+            assert one is None and other is None
+            continue
+        assert torch.equal(one, tensor) and one.dtype == tensor.dtype
+        if tensor.is_contiguous() or tensor is last:
+            assert one.stride() == tensor.stride()
+        if tensor.nbytes % 16 == 0:
+            assert one.data_ptr() % 16 == 0
+        if tensor.numel():
+            assert len({x.data_ptr() for x in (tensor, one, other)}) == 3
+    for tensor in tensors:
+        if tensor is not None and tensor.numel() == 5:
+            tensor.fill_(7)
+    kept.joined[0].copy_(kept.join()[0])
+    assert kept.copies()[0].eq(7).all() and not first[0].eq(7).any()

@@ -21,6 +21,7 @@ from . import casts
 from .ends import check_call
 from .graphs import NoSynchronization, capturing, check_alike, likeness, new_memory, on
 from .state import State
+from .together import Together
 
 _WARM_UP = 3  # calls before a capture, in which libraries choose how they compute
 _CHANGED = (
@@ -237,14 +238,14 @@ class Graphs:
                 if any(r.requires_grad for r in results):
                     gradients(results, gradients_like(results))
                 del results
-        self.graph, self.graph_of_gradients, self.found = torch.cuda.CUDAGraph(), None, []
+        self.graph, self.graph_of_gradients = torch.cuda.CUDAGraph(), None
         with capturing(self.graph, *place):
             results = self._call(self.own, leaves)
         self.own_grads = gradients_like(results)
         if self.own_grads:
             self.graph_of_gradients = torch.cuda.CUDAGraph()
             with capturing(self.graph_of_gradients, *place):
-                self.found = gradients(results, self.own_grads)
+                self.found = Together(gradients(results, self.own_grads))
         self.results = [(r.detach(), r.requires_grad) for r in results]
 
     def replay(self, *inputs):
@@ -272,7 +273,7 @@ class Graphs:
             for own, grad in zip(self.own_grads, grads, strict=True):
                 own.zero_() if grad is None else own.copy_(grad)
             self.graph_of_gradients.replay()
-            found = [g if g is None else g.clone() for g in self.found]
+            found = self.found.copies()
         found = iter(found)
         return [*(next(found) if own.requires_grad else None for own in self.own), *found]
 
@@ -314,7 +315,8 @@ class _Replay(Function):
     @staticmethod
     def forward(ctx, graphs, turn, *tensors):
         for own, x in zip(graphs.own, turn.inputs, strict=True):
-            own.copy_(x)
+            if own is not x:  # which the caller has written
+                own.copy_(x)
         graphs.memory.begin(turn)
         graphs.graph.replay()
         ctx.graphs, ctx.turn = graphs, turn

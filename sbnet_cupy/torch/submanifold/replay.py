@@ -175,27 +175,35 @@ class Replayed:
         rows = self._points_of(tensors)
         with torch.cuda.device(self.device):
             if self.net.training:
-                leaves = self._graphs.replay(*self._padded(tensors, self.room))
+                leaves = self._graphs.replay(*self._taken(self._graphs.own, tensors, rows))
                 leaves = [self._rows(*x, rows) for x in enumerate(leaves)]
             else:
                 if not self._state.holds():
                     self._capture()
                 with torch.no_grad():
-                    self._take(tensors, rows)
+                    self._taken(self._own, tensors, rows)
                     self.graph.replay()
                     leaves = [self._rows(*x, rows).clone() for x in enumerate(self._leaves)]
             self._seen.copy_(self._call.most, non_blocking=True)
             self._copied.record()
         return self._form.put_together(leaves)
 
-    def _take(self, tensors, rows):
-        """Copy tensors to where the graph reads them, with what rows without a point hold."""
-        for own, new, fill in zip(self._own, tensors, self._fills, strict=True):
-            if fill is None:
-                own.copy_(new)
+    def _taken(self, own, tensors, rows):
+        """Return tensors with as many rows as there is room for, as a graph takes them.
+
+        Copied to where it reads them, its ``own``, unless they are to have gradients.
+        """
+        taken = []
+        for mine, tensor, fill in zip(own, tensors, self._fills, strict=True):
+            if tensor.requires_grad and mine.requires_grad:
+                mine = tensor if fill is None else _with_rows(tensor, self.room, fill)
+            elif fill is None:
+                mine.copy_(tensor)
             else:
-                own[:rows].copy_(new)
-                own[rows:].fill_(fill)
+                mine[:rows].copy_(tensor)
+                mine[rows:].fill_(fill)
+            taken.append(mine)
+        return taken
 
     def _rows(self, number, leaf, rows):
         return leaf[:rows] if self._of_points[number] else leaf
