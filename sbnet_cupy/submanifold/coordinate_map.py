@@ -38,7 +38,15 @@ from .site_arguments import (
     takes_sizes,
 )
 from .site_kernels import by_kernels
-from .sources import check_sources, has_sources, keep_sources_only, map_sources, note_source
+from .sources import (
+    check_sources,
+    has_sources,
+    keep_sources,
+    keep_sources_only,
+    map_sources,
+    note_source,
+    sources_of,
+)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -99,6 +107,14 @@ class CoordinateMap(KeepingContainer):
         object.__setattr__(self, "spatial_shape", spatial_shape)
         object.__setattr__(self, "batch_size", batch_size)
         mark_capture(self._kept, capture_of(self.indices))
+
+    def __getstate__(self):
+        """Return what copies take over: the fields, and what tells of the lists before."""
+        return {**super().__getstate__(), "sources": sources_of(self)}
+
+    def __setstate__(self, state):
+        super().__setstate__({name: state[name] for name in state if name != "sources"})
+        keep_sources(self, state.get("sources"))
 
     def _arrays(self):
         return (self.indices, self.count, *(() if self.status is None else (self.status,)))

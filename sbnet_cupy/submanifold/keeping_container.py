@@ -73,9 +73,10 @@ class KeepingContainer(ArrayContainer):
     """Base of the dataclasses that keep what was computed of them in ``_kept``.
 
     Its keys may be identities of other objects, so a copy keeps nothing at first, whether it is
-    made by ``copy`` or by ``pickle``. A map of, say, TensorFlow's tensors is always converted to
-    the same NumPy map, and results that live on its sites return the caller's own object, so that
-    kernel maps that were kept are found again.
+    made by ``copy`` or by ``pickle``, but what :meth:`CoordinateMap.check` tells of lists before.
+    A map of, say, TensorFlow's tensors is always converted to the same NumPy map, and results that
+    live on its sites return the caller's own object, so that kernel maps that were kept are found
+    again.
     """
 
     @functools.cached_property

@@ -12,6 +12,17 @@ def note_source(made, source):
     return made
 
 
+def sources_of(coordinates):
+    """Return what is noted of the lists that sites were made of, for a copy; () for none."""
+    return coordinates._kept.get(_SOURCES, ())
+
+
+def keep_sources(coordinates, sources):
+    """Note what :func:`sources_of` returned for the sites that these are a copy of."""
+    if sources:
+        coordinates._kept[_SOURCES] = sources
+
+
 def map_sources(mapped, coordinates, function):
     """Note of a copy of sites what is noted of them, with a function applied to its arrays."""
     sources = coordinates._kept.get(_SOURCES)

@@ -272,6 +272,29 @@ def test_copies_keep_no_maps(duplicate):
     assert not duplicate(x.coordinates)._kept
 
 
+@pytest.mark.parametrize(
+    "duplicate", [copy.copy, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))]
+)
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_copies_tell_of_lists_before_them_that_had_too_few_rows(duplicate, library):
+    module, array = sb, np.array
+    if library == "torch":
+        array = pytest.importorskip("torch").tensor
+        module = pytest.importorskip("sbnet_cupy.torch")
+    rows = array([[0, 0], [0, 3], [0, 6]])
+    fine = module.coordinate_map(rows, spatial_shape=8)[0]
+    short = module.kernel_map(fine, 2, stride=2, capacity=2).target
+    coarse = module.kernel_map(short, 2, stride=2, capacity=2).target
+    window = module.kernel_map(coarse, 1, onto=coarse)
+    for copied in (duplicate(coarse), duplicate(duplicate(coarse)), duplicate(window).target):
+        with pytest.raises(sb.CapacityError, match="got 2 for 3 sites of a list that these were"):
+            copied.check()
+        copied.clear()
+        with pytest.raises(sb.CapacityError, match="larger capacity where it was made"):
+            copied.check()
+    duplicate(fine).check()
+
+
 def test_sites_that_were_pickled_together_do_not_keep_what_made_them():
     x = sb.sparse_tensor(np.ones((3, 1)), np.array([[0, 1], [0, 2], [0, 5]]), spatial_shape=8)
     w = np.ones((2, 1, 1))
