@@ -84,7 +84,7 @@ def voxelize(
     >>> x.indices.numpy().tolist(), inverse.numpy().tolist()
     ([[0, 0, 3], [0, 7, 0]], [0, 0, 1, -1])
     """
-    points = eager("points", points)
+    points, sample = eager("points", points), eager("sample", sample)
 
     def find(features):
         return core.voxelize(

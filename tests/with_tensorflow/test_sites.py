@@ -265,6 +265,15 @@ def test_second_derivatives_are_refused(tf, sbt, make):
         outer.gradient(total, w)
 
 
+def test_the_samples_of_points_are_a_variable(tf, sbt, make):
+    points, grid = make(normal(9, 2)), {"ranges": [(-3, 3), (-3, 3)], "voxel_size": 2}
+    sample = make(np.arange(9, dtype=np.int32) % 2)
+    x, inverse = sbt.voxelize(points, sample=tf.Variable(sample), **grid)
+    y, expected = sbt.voxelize(points, sample=sample, **grid)
+    assert_same(x.indices.numpy(), y.indices.numpy())
+    assert_same(inverse.numpy(), expected.numpy())
+
+
 def test_graphs_are_refused(tf, sbt, make):
     """The number of sites is data, which a graph has not."""
     rows = make(listed())
