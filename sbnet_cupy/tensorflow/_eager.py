@@ -33,11 +33,22 @@ def differentiable(forward, backward, given, by_result=False):
 
         @tf.custom_gradient
         def differentiate(grad, *_):
+            _check_eager(grad)
             return backward(grad, **named, **more), _twice
 
         return y, lambda grad: differentiate(grad, *tensors)
 
     return compute(*given.values())
+
+
+def _check_eager(grad):
+    """Raise where a gradient is recorded in a graph."""
+    if not hasattr(grad, "_numpy"):
+        raise DTypeError(
+            "gradients of functions at sites must be computed eagerly, got a "
+            f"{type(grad).__name__}; call tape.gradient outside of tf.function, and tape.jacobian "
+            "with experimental_use_pfor=False"
+        )
 
 
 def _twice(*_):

@@ -265,6 +265,20 @@ def test_second_derivatives_are_refused(tf, sbt, make):
         outer.gradient(total, w)
 
 
+def test_gradients_in_graphs_are_refused_by_name(tf, sbt, make):
+    """As tape.jacobian records them by default."""
+    w = tf.Variable(kernel(1, 1, 1, c=1, k=2))
+    rows = listed()[:2]
+    x = sbt.sparse_tensor(make(normal(2, 1, dtype=np.float32)), make(rows), **GRID)
+    with tf.GradientTape(persistent=True) as tape:
+        y = sbt.submanifold_conv(x, w).features
+    with pytest.raises(DTypeError, match=r"must be computed eagerly.* experimental_use_pfor=False"):
+        tape.jacobian(y, w)
+    found = tape.jacobian(y, w, experimental_use_pfor=False).numpy()[:, :, 0, 0, 0, 0]
+    expected = x.features.numpy()[:, :, None] * np.eye(2, dtype=np.float32)
+    assert_same(found, expected, signed_zero=False)
+
+
 def test_the_samples_of_points_are_a_variable(tf, sbt, make):
     points, grid = make(normal(9, 2)), {"ranges": [(-3, 3), (-3, 3)], "voxel_size": 2}
     sample = make(np.arange(9, dtype=np.int32) % 2)
