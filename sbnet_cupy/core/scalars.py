@@ -18,6 +18,24 @@ def as_number(name, value, *, nan=True, hint=""):
     return number
 
 
+def as_number_in(name, value, dtype, hint):
+    """Return an option that is a number as one that arrays of a dtype hold, or raise.
+
+    Floats round it, so any will do. Integers and bool hold it as it is; ``hint`` says what to do
+    where they do not.
+    """
+    if dtype.kind not in "biu":
+        return as_number(name, value)
+    number = _held_by(name, value) if getattr(value, "shape", None) == () else value
+    low, high = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    if not isinstance(number, Real) or not low <= number <= high or number != int(number):
+        raise DTypeError(
+            f"{name} must be an integer that {dtype} holds, from {low} to {high}, got {value!r}; "
+            f"{hint}"
+        )
+    return int(number)
+
+
 def _float(name, value):
     number = _held_by(name, value) if getattr(value, "shape", None) == () else value
     if not isinstance(number, Real):

@@ -21,7 +21,7 @@ from ..submanifold import coordinate_map as sites
 from ..submanifold import sparse_tensor as sparse_tensors
 from ..submanifold.adapted import ADAPTED
 from ..submanifold.coordinate_map import CoordinateMap
-from ..submanifold.dense_conversion import check_grid_array, grid_of, read_tol
+from ..submanifold.dense_conversion import check_grid_array, grid_of, read_fill, read_tol
 from ..submanifold.distinct import DUPLICATE, LEFT_OUT, OUTSIDE
 from ..submanifold.kernel_map import KernelMap, check_made
 from ..submanifold.keys import packing_of, raster_packing
@@ -217,7 +217,9 @@ def sparse_to_dense(x, *, fill=0.0, data_format="channels_last", spatial_shape=N
     >>> sparse_to_dense(x).ravel().tolist()
     [3.0, 0.0, 1.0, 0.0]
     """
-    shape, fill = grid_of(x, spatial_shape, data_format), number_of("fill", fill)
+    shape = grid_of(x, spatial_shape, data_format)
+    array = isinstance(fill, jax.Array)  # which may be traced
+    fill = number_of("fill", fill) if array else read_fill(fill, x.features.dtype)
     out = jnp.full((*shape, x.channels), fill, x.features.dtype)
     place = jnp.where(valid_rows(x.coordinates), x.indices.T, jnp.array(shape)[:, None])
     out = out.at[tuple(place)].set(x.features, mode="drop")

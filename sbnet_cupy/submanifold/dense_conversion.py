@@ -8,7 +8,7 @@ from ..core.arrays import array_function, dtype_kind, namespace
 from ..core.checks import check_array
 from ..core.graph_memory import memory_of_graphs
 from ..core.list_cells import list_cells
-from ..core.scalars import as_number
+from ..core.scalars import as_number, as_number_in
 from ..dense.conv2d import check_choice
 from ..errors import DTypeError, ShapeError
 from .coordinate_map import CoordinateMap
@@ -122,7 +122,8 @@ def sparse_to_dense(x, *, fill=0.0, data_format="channels_last", spatial_shape=N
     x : SparseTensor
         Of a known batch size.
     fill : float
-        What all other cells hold, rounded to the dtype of the features.
+        What all other cells hold, rounded to the dtype of the features; of integers and bool one
+        that they hold.
     data_format : "channels_last" or "channels_first"
         Layout of the result.
     spatial_shape : tuple of int, optional
@@ -138,7 +139,8 @@ def sparse_to_dense(x, *, fill=0.0, data_format="channels_last", spatial_shape=N
     ShapeError
         If the shape of the grid or the batch size is not known.
     DTypeError, ValueError
-        If ``x`` is no SparseTensor, ``fill`` no number, or ``data_format`` none of those above.
+        If ``x`` is no SparseTensor, ``fill`` no number that the features hold, or ``data_format``
+        none of those above.
 
     Source: the SparseToDense of B. Graham's SparseConvNet.
 
@@ -149,7 +151,8 @@ def sparse_to_dense(x, *, fill=0.0, data_format="channels_last", spatial_shape=N
     >>> sparse_to_dense(x)[0, :, 0]
     array([3., 0., 1., 0.])
     """
-    shape, fill = grid_of(x, spatial_shape, data_format), as_number("fill", fill)
+    shape = grid_of(x, spatial_shape, data_format)
+    fill = read_fill(fill, x.features.dtype)
     xp, cells = namespace(x.features), cells_of(x.coordinates, shape)
     with memory_of_graphs(x.features), np.errstate(over="ignore"):
         out = xp.full((np.prod(shape, dtype=np.int64) + 1, x.channels), fill, x.features.dtype)
@@ -202,6 +205,11 @@ def sparse_to_dense_grad(grad_y, x, *, data_format="channels_last", spatial_shap
 def read_tol(tol):
     """Return the ``tol`` of a dense_to_sparse as a float, or raise."""
     return as_number("tol", tol, nan=False, hint="; use 0 for cells that are not 0")
+
+
+def read_fill(fill, dtype):
+    """Return the ``fill`` of a sparse_to_dense for features of this dtype, or raise."""
+    return as_number_in("fill", fill, dtype, "convert the features")
 
 
 def _first(data_format):

@@ -73,6 +73,25 @@ def test_numbers_beyond_the_range_of_the_dtype_are_infinite(xp):
     assert sb.dense_to_sparse(x.dense(), tol=1e9).coordinates.number() == 0
 
 
+UNHELD = [("u1", -1), ("u1", 256), ("i4", 0.5), ("i8", float("nan")), ("i2", 1e300), ("?", 2)]
+
+
+@pytest.mark.parametrize("dtype, fill", UNHELD)
+def test_a_fill_that_labels_cannot_hold(xp, dtype, fill):
+    """It was wrapped around, in silence."""
+    sites, _ = sb.coordinate_map(xp.asarray(np.array([[0, 1]], np.int32)), spatial_shape=2)
+    x = sb.SparseTensor(xp.asarray(np.ones((1, 1), dtype)), sites)
+    with pytest.raises(sb.DTypeError, match=r"^fill must be an integer that .* holds, from .* got"):
+        x.dense(fill=fill)
+    assert to_numpy(x.dense(fill=np.float64(1))).ravel().tolist() == [1, 1]
+
+
+def test_a_fill_of_labels_is_not_rounded(xp):
+    sites, _ = sb.coordinate_map(xp.asarray(np.array([[0, 1]], np.int32)), spatial_shape=2)
+    x = sb.SparseTensor(xp.asarray(np.ones((1, 1), np.int64)), sites)
+    assert to_numpy(x.dense(fill=2**53 + 1)).ravel().tolist() == [2**53 + 1, 1]
+
+
 @pytest.mark.parametrize("shape", [(1, 2, 2, 0), (0, 2, 2, 3), (2, 0, 3, 1)], ids=str)
 @pytest.mark.parametrize("capacity", [None, 2])
 def test_nothing_to_list(xp, shape, capacity):

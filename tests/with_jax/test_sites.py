@@ -288,3 +288,13 @@ def test_valid_rows_inside_jit(sbj, place, jax):
             sites = jax.tree.map(lambda array: array[None], sites)
         valid = function(lambda sites: sites.valid())(sites)
         assert to_numpy(valid).ravel().tolist() == x.coordinates.valid().tolist() == expected
+
+
+def test_a_fill_that_labels_cannot_hold(sbj, place):
+    """It was wrapped around, in silence."""
+    rows = place.make(np.array([[0, 1]], np.int32))
+    sites, _ = sbj.coordinate_map(rows, spatial_shape=2, batch_size=1)
+    x = sb.SparseTensor(place.make(np.ones((1, 1), np.uint8)), sites)
+    with pytest.raises(sb.DTypeError, match="fill must be an integer that uint8 holds"):
+        sbj.sparse_to_dense(x, fill=-1)
+    assert to_numpy(sbj.sparse_to_dense(x, fill=255)).ravel().tolist() == [255, 1]

@@ -535,3 +535,13 @@ def test_tensors_on_another_device_are_named_as_they_were_given(torch, st):
             call(w=w.to("meta"))
         with pytest.raises(sb.DeviceError, match=words.format("bias")):
             call(w=w, bias=far)
+
+
+@pytest.mark.parametrize("dtype, fill", [("int64", -1), ("int64", 2**53 + 1), ("uint8", 255)])
+def test_whole_grids_of_labels(torch, st, device, dtype, fill):
+    labels = torch.tensor([[3], [1]], dtype=getattr(torch, dtype), device=device)
+    sites, _ = st.coordinate_map(torch.tensor([[0, 1], [0, 2]], device=device), spatial_shape=4)
+    dense = st.sparse_to_dense(sb.SparseTensor(labels, sites), fill=fill)
+    assert dense.dtype == labels.dtype and dense.flatten().tolist() == [fill, 3, 1, fill]
+    with pytest.raises(sb.DTypeError, match=f"fill must be an integer that {dtype} holds"):
+        st.sparse_to_dense(sb.SparseTensor(labels, sites), fill=0.5)

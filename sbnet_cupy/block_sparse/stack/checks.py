@@ -7,7 +7,7 @@ import numpy as np
 from ...core.arrays import dtype_kind, is_float
 from ...core.checks import check_array, check_contiguous
 from ...core.graph_memory import memory_of_graphs
-from ...core.scalars import as_number
+from ...core.scalars import as_number, as_number_in
 from ...errors import DTypeError
 from .block_table import check_table
 
@@ -45,11 +45,5 @@ def background_number(value, dtype):
     if kind == "f":
         return as_number("background", value)
     if kind in "iu":
-        limits, is_real = np.iinfo(dtype), not isinstance(value, np.complexfloating)
-        if not (is_real and limits.min <= value <= limits.max and value == int(value)):
-            raise DTypeError(
-                f"background must be an integer that {dtype} holds, from {limits.min} to "
-                f"{limits.max}, got {value!r}; convert the stack with astype"
-            )
-        return int(value)
+        return as_number_in("background", value, dtype, "convert the stack with astype")
     return value

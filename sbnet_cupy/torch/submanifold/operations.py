@@ -120,8 +120,8 @@ def rows_of(values, place):
 
 
 def filled(like, shape, number):
-    """Return a tensor of one number; of infinity where it is too large for the dtype."""
-    if abs(number) > torch.finfo(like.dtype).max:
+    """Return a tensor of one number; of infinity where it is too large for a dtype of floats."""
+    if isinstance(number, float) and abs(number) > torch.finfo(like.dtype).max:
         number = math.copysign(math.inf, number)
     return like.new_full(shape, number)
 

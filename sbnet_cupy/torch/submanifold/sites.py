@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from ...core.checks import check_array
-from ...core.scalars import as_number
 from ...core.spec import CPU, ArraySpec
 from ...core.torch_memory import to_tensor
 from ...submanifold import coordinate_map as core
@@ -365,7 +364,7 @@ def sparse_to_dense(x, *, fill=0.0, data_format="channels_last", spatial_shape=N
     tensor([3., 0., 1., 0.])
     """
     check_sparse(x)
-    fill = as_number("fill", fill)
+    fill = dense_conversion.read_fill(fill, numpy_dtype(x.features.dtype, "features"))
     shape = dense_conversion.grid_of(x, _sizes(spatial_shape), data_format)
     cells, total = _cells(x.coordinates, shape), math.prod(shape)
     out = filled(x.features, (total + 1, x.channels), fill)
