@@ -369,6 +369,29 @@ def test_checkpointed_layers_have_the_same_gradients(torch, scn):
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["of sites", "from points on"])
+def test_running_statistics_of_what_is_computed_again_are_updated_once(torch, scn, whole):
+    coords, features = points(torch)
+    found = []
+    for container in (scn.Sequential, scn.CheckpointedSequential):
+        layers = [
+            scn.SubmanifoldConvolution(2, 3, 3, 3, True), scn.BatchNormReLU(3, momentum=0.5),
+            scn.MeanOnlyBNLeakyReLU(3, momentum=0.5),
+        ]  # fmt: skip
+        torch.manual_seed(0)
+        torch.nn.init.normal_(layers[0].weight)
+        first = scn.InputLayer(2, SIZE, 0)
+        net = container(first, *layers) if whole else scn.Sequential(first, container(*layers))
+        net.double()
+        for _ in range(2):
+            y = net([coords, features])
+            y.features.square().sum().backward(retain_graph=True)
+            y.features.sum().backward()
+        parts = [*net.parameters()]
+        found.append([y.features, *net.buffers(), *[p.grad for p in parts if p.grad is not None]])
+    assert len(found[0]) == 9 and all(map(torch.equal, *found))
+
+
 def test_gradients(torch, scn):
     coords, features = points(torch, size=(5, 3), channels=2)
     layers = scn.Sequential(

@@ -4,7 +4,7 @@ import torch
 import torch.utils.checkpoint
 
 from ...errors import ShapeError
-from .norms import folds
+from .norms import computed_again, folds
 from .tensors import SparseConvNetTensor, check_list, size_key
 
 
@@ -42,21 +42,24 @@ class Sequential(_Added, torch.nn.Sequential):
 
 
 class CheckpointedSequential(Sequential):
-    """A Sequential that computes its activations again in the backward pass, to save memory."""
+    """A Sequential that computes its activations again in the backward pass, to save memory.
+
+    Running statistics of batch norms are updated once, when it is called.
+    """
 
     def forward(self, x):
         """Call the layers one after the other."""
-        if not isinstance(x, SparseConvNetTensor):
-            return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
-        ends = []
+        at_sites, ends = isinstance(x, SparseConvNetTensor), []
 
-        def run(features):
-            y = Sequential.forward(self, x.replace(features))
-            ends.append(y.replace(None))
-            return y.features
+        def run(given):
+            with computed_again(bool(ends)):
+                y = Sequential.forward(self, x.replace(given) if at_sites else given)
+            ends.append(y.replace(None) if at_sites else None)
+            return y.features if at_sites else y
 
-        features = torch.utils.checkpoint.checkpoint(run, x.features, use_reentrant=False)
-        return ends[0].replace(features)
+        given = x.features if at_sites else x
+        found = torch.utils.checkpoint.checkpoint(run, given, use_reentrant=False)
+        return ends[0].replace(found) if at_sites else found
 
 
 class Identity(torch.nn.Module):

@@ -1,5 +1,8 @@
 """Norms, activations and dropout: functions of the features of each site."""
 
+import contextlib
+import threading
+
 import torch
 from torch.nn import Parameter, functional
 
@@ -85,6 +88,24 @@ class BatchwiseDropout(Dropout):
         return features.new_empty((1, features.shape[1]))
 
 
+_COMPUTED_AGAIN = threading.local()
+
+
+@contextlib.contextmanager
+def computed_again(is_again):
+    """Leave running statistics as they are where a backward pass computes activations again."""
+    before = _is_again()
+    _COMPUTED_AGAIN.value = before or is_again
+    try:
+        yield
+    finally:
+        _COMPUTED_AGAIN.value = before
+
+
+def _is_again():
+    return getattr(_COMPUTED_AGAIN, "value", False)
+
+
 class BatchNormalization(SiteModule):
     """Batch norm over the sites of all samples, with an activation.
 
@@ -117,8 +138,11 @@ class BatchNormalization(SiteModule):
         """Normalise a SparseConvNetTensor."""
         check_input(input)
         input = with_planes(input, self.nPlanes)
+        tables = self.tables()
+        if self.training and _is_again():
+            tables = (None, None, *tables[2:])
         found = masked_batch_norm(
-            input.sparse, *self.tables(), training=self.training, momentum=1 - self.momentum,
+            input.sparse, *tables, training=self.training, momentum=1 - self.momentum,
             eps=self.eps, activation=None if self.leakiness else "relu",
         )  # fmt: skip
         features = found.features
@@ -208,8 +232,9 @@ class MeanOnlyBNLeakyReLU(SiteModule):
             with torch.no_grad():
                 number = holds.sum()
                 mean = torch.where(holds, features, 0).sum(0) / number.clamp(min=1)
-                share = (1 - self.momentum) * (number > 0).to(mean.dtype)
-                self.running_mean.add_(share * (mean - self.running_mean))
+                if not _is_again():
+                    share = (1 - self.momentum) * (number > 0).to(mean.dtype)
+                    self.running_mean.add_(share * (mean - self.running_mean))
         features = features - mean
         features = features if self.bias is None else features + self.bias
         features = torch.where(holds, _leaky(features, self.leakiness), 0)
