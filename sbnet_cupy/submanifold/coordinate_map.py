@@ -194,6 +194,8 @@ class CoordinateMap(KeepingContainer):
             cure = "spatial_shape" if self.spatial_shape is None else "a larger spatial_shape"
             if self.batch_size is None:
                 cure += f", or batch_size, without which samples are below {1 << BATCH_BITS}"
+            else:
+                cure += ", or a larger batch_size"
             raise CapacityError(
                 f"indices must be inside {_grid_of(self.spatial_shape, self.batch_size)}"
                 f"{', or that of a list these were made of' if has_sources(self) else ''}; rows "

@@ -169,6 +169,8 @@ def test_rows_outside_of_a_grid_of_unknown_shape():
     late, unknown = make(rows, capacity=2)[0], make(np.array([[0, 9]]), spatial_shape=4, capacity=2)
     refuses(CapacityError, "drop them before, or pass spatial_shape, or batch_size", late.check)
     refuses(CapacityError, "or pass a larger spatial_shape, or", unknown[0].check)
+    two = make(np.array([[2, 1]]), spatial_shape=4, batch_size=2, capacity=2)[0]
+    refuses(CapacityError, "a larger spatial_shape, or a larger batch_size$", two.check)
     refuses(ShapeError, "number the samples from 0 on", make, np.array([[2, 1]]), batch_size=2)
     rows[1, 2] = 2**40
     refuses(ShapeError, r"in row 1; .*, which are below 2\*\*31 in any grid$", make, rows)
