@@ -43,6 +43,8 @@ def test_the_promise_of_mode_0_is_checked(torch, scn):
         layer([torch.tensor(COORDS), torch.tensor(VALUES)])
     x = layer([torch.tensor(PLACES), torch.tensor([[5.0], [6], [7]])])
     assert x.features.ravel().tolist() == [5, 6, 7]
+    for size in (4, [4, 4], x.spatial_size, x.spatial_size.numpy()):
+        assert x.get_spatial_locations(size).tolist() == PLACES
     one = layer([torch.tensor(PLACES)[:, :2], torch.tensor([[5.0], [6], [7]])])
     assert one.batch_size() == 1 and one.get_spatial_locations()[:, 2].tolist() == [0, 0, 0]
     pair = scn.InputLayerInput(torch.tensor(PLACES), torch.tensor([[5.0], [6], [7]]))

@@ -314,6 +314,8 @@ class SparseConvNetTensor:
     def get_spatial_locations(self, spatial_size=None):
         """Return the sites on the CPU: int64, ``(*position, sample)`` in each row."""
         size = self.spatial_size if spatial_size is None else spatial_size
+        if is_integer(size):
+            size = sizes_of("spatial_size", len(self.spatial_size), size)
         same = spatial_size is None or size_key(size) == size_key(self.spatial_size)
         rows = (self.coordinates if same else self.metadata.coordinates(size)).indices
         return torch.cat([rows[:, 1:], rows[:, :1]], 1).long().cpu()
