@@ -9,8 +9,9 @@ from ..block_sparse.active_blocks import ActiveBlocks
 from ..block_sparse.block_params import BlockParams
 from ..block_sparse.bottleneck.weights import BottleneckWeights
 from ..core.arrays import library_of
+from ..core.sizes import is_integer
 from ..core.spec import ArraySpec
-from ..errors import DeviceError, DTypeError
+from ..errors import DeviceError, DTypeError, ShapeError
 from ._callbacks import has_gpu
 
 jax.tree_util.register_dataclass(
@@ -49,6 +50,17 @@ def spec_of(name, value):
     if not isinstance(value.dtype, np.dtype) or value.dtype.name.lstrip("u") in ("int2", "int4"):
         raise DTypeError(f"{name} must have elements of whole bytes, got {value.dtype}; use astype")
     return ArraySpec(tuple(value.shape), value.dtype)
+
+
+def sized_spec_of(name, value):
+    """Do what spec_of does; raise where a size is a symbol, as in jax.export."""
+    spec = spec_of(name, value)
+    if spec is not None and not all(map(is_integer, spec.shape)):
+        raise ShapeError(
+            f"{name} must have sizes that are known while JAX traces, got {spec.shape}; export the "
+            "function for each size"
+        )
+    return spec
 
 
 def computes_on_gpu(x):

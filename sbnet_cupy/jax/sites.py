@@ -40,7 +40,7 @@ from ._sites import (
     valid_rows,
     words_of,
 )
-from ._specs import spec_of
+from ._specs import sized_spec_of, spec_of
 
 FAR = np.int32(np.iinfo(np.int32).min)  # a place past all that int32 holds; outside of every grid
 
@@ -98,9 +98,9 @@ def sparse_tensor(
     >>> x.features.ravel().tolist()
     [2.0, 2.0, 0.0]
     """
-    spec = spec_of("features", features)
+    spec = sized_spec_of("features", features)
     check_array("features", spec, ndim=2, kinds="f")
-    check_indices(spec_of("indices", indices))
+    check_indices(sized_spec_of("indices", indices))
     check_rows(features, indices)
     made, _, runs = _reduced(indices, spatial_shape, batch_size, mode, order, capacity)
     return put_rows(features, made, runs, mode)
@@ -129,7 +129,7 @@ def put_rows(features, made, runs, mode):
 
 def _reduced(indices, spatial_shape, batch_size, mode, order, capacity):
     """Return the sites of rows, each row's site, and which rows belong to which."""
-    spec = spec_of("indices", indices)
+    spec = sized_spec_of("indices", indices)
     check_indices(spec)
     check_choice("mode", mode, MODES)
     check_choice("order", order, ("leaf", "raster"))
@@ -189,7 +189,7 @@ def dense_to_sparse(x, *, tol=0.0, mask=None, capacity=None, data_format="channe
     >>> dense_to_sparse(image, capacity=2).indices.tolist()
     [[0, 1, 2], [-1, -1, -1]]
     """
-    spec = spec_of("x", x)
+    spec = sized_spec_of("x", x)
     check_grid_array("x", spec, data_format)
     check_capacity(capacity)
     x = jnp.moveaxis(x, 1, -1) if data_format == "channels_first" else x

@@ -7,7 +7,7 @@ from ..core.point_cells import point_cells
 from ..errors import ShapeError
 from ..submanifold.site_arguments import check_grid
 from ..submanifold.voxelize import check_points, check_sample, read_voxels
-from ._specs import spec_of
+from ._specs import sized_spec_of, spec_of
 from .sites import put_rows, reduce_columns
 
 
@@ -62,7 +62,7 @@ def voxelize(
     [0.30000001192092896, 3.5, 0.0]
     """
     features = points if features is None else features
-    spec = spec_of("points", points)
+    spec = sized_spec_of("points", points)
     check_points(spec, spec_of("features", features))
     ranges, sizes = read_voxels(spec, ranges, voxel_size, mode, order, capacity)
     if sample is not None:

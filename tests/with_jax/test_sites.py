@@ -298,3 +298,23 @@ def test_a_fill_that_labels_cannot_hold(sbj, place):
     with pytest.raises(sb.DTypeError, match="fill must be an integer that uint8 holds"):
         sbj.sparse_to_dense(x, fill=-1)
     assert to_numpy(sbj.sparse_to_dense(x, fill=255)).ravel().tolist() == [255, 1]
+
+
+def test_sizes_that_are_symbols_are_refused_by_name(sbj, jax):
+    """As in jax.export, which gives a function for arrays of any length."""
+    export = pytest.importorskip("jax.export")
+    (n,) = export.symbolic_shape("n")
+
+    def array(*shape, dtype="float32"):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    grid = {"spatial_shape": 4, "batch_size": 2}
+    rows, voxels = array(n, 2, dtype="int32"), {"ranges": [(0, 4)], "voxel_size": 1}
+    for name, call, given in [
+        ("indices", lambda rows: sbj.coordinate_map(rows, **grid), [rows]),
+        ("features", lambda f, rows: sbj.sparse_tensor(f, rows, **grid), [array(n, 3), rows]),
+        ("points", lambda points: sbj.voxelize(points, **voxels), [array(n, 3)]),
+        ("x", lambda x: sbj.dense_to_sparse(x, capacity=3), [array(n, 4, 2)]),
+    ]:
+        with pytest.raises(sb.ShapeError, match=f"^{name} must have sizes that are known while"):
+            export.export(jax.jit(call))(*given)
