@@ -235,6 +235,7 @@ def postpone(table, plan, block, size, reach, parent=None, step=None, hw=(2, 3))
         before = object.__getattribute__(parent, "__dict__")["_made_of"]
         before = [(ref, (*steps, step)) for ref, steps in before]
         own["_made_of"] = [(weakref.ref(parent), (step,)), *before]
+    table.plans.pop(id(out), None)  # of one that is gone: what waits is computed in its order
     table.plans[id(out)] = weakref.ref(out)
     return out
 
