@@ -57,6 +57,7 @@ def asked(torch, st, monkeypatch):
         cuda_norm,
         cuda_pool,
         cuda_resize,
+        cuda_sum,
         cuda_weights,
         onednn,
         shortcuts,
@@ -234,6 +235,30 @@ def asked(torch, st, monkeypatch):
             if rounded is not None:
                 names[-1] = "affine of both"
                 rounded.copy_(out)
+
+        return launch
+
+    def prepare_sum(
+        dtype, rows, height, width, channels, factors, activation, alignment, parts_of,
+        out_part_of, settled,
+    ):  # fmt: skip
+        def launch(*given):
+            names.append("sum")
+            *stacks, counts, out = given
+            assert stacks[len(factors) :] == [None] * (4 - len(factors)) and len(factors) > 1
+            count, y = int(counts), None
+            for x, part_of, factor in zip(stacks, parts_of, factors, strict=False):
+                names[-1] += " {}x{}".format(*factor)
+                assert_lies(x, part_of, alignment)
+                block = (height // factor[0], width // factor[1])
+                assert tuple(x.shape) == (rows, *block, channels) and x.dtype == dtype
+                x = x[:count].repeat_interleave(factor[0], 1).repeat_interleave(factor[1], 2)
+                y = x if y is None else y + x
+            names[-1] += f" {ACTIVATIONS[activation]}" if 0 < activation < 4 else ""
+            assert_lies(out, out_part_of, alignment)
+            assert tuple(out.shape) == (rows, height, width, channels) and out.dtype == dtype
+            out.fill_(torch.nan)
+            out[:count] = activated(y, activation)
 
         return launch
 
@@ -463,6 +488,8 @@ def asked(torch, st, monkeypatch):
     monkeypatch.setattr(cuda_pool, "_PLANS", {})
     monkeypatch.setattr(cuda_resize, "_prepare_concat", prepare_concat)
     monkeypatch.setattr(cuda_resize, "_PLANS", {})
+    monkeypatch.setattr(cuda_sum, "_prepare", prepare_sum)
+    monkeypatch.setattr(cuda_sum, "_PLANS", {})
     monkeypatch.setattr(shortcuts, "prepare", lambda *facts: None)
     return names
 

@@ -495,6 +495,14 @@ def test_other_orders_give_the_same_bits(record, monkeypatch, name, kept):
     assert not (graph.are_chain() and has_branches and kept)
 
 
+@torch.no_grad()
+def test_branches_that_add_to_each_other_are_launched_in_their_order(record):
+    """All kernels behind those that make the mask a table."""
+    graph, _ = record(Branches().eval(), *images_and_mask())
+    launched = [in_order for *_, in_order in graph.nodes]
+    assert all(launched[launched.index(True) :])
+
+
 @pytest.fixture
 def order(monkeypatch):
     """Return an order on a Graph that has no functions of PyTorch, and the graph."""

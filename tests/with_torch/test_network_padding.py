@@ -51,6 +51,15 @@ def pyramid(x, down, side, up, last):
     return last(fine), last(coarse)
 
 
+def fused(x, down, low, lower, last):
+    """The sum of three resolutions, and one of two, each by one kernel."""
+    y = torch.relu(down(x))
+    z = torch.relu(low(y))
+    fine = x + F.interpolate(y, scale_factor=2)
+    fine = torch.relu(fine + F.interpolate(lower(z), scale_factor=4))
+    return last(fine), last(torch.relu(x + F.interpolate(z, scale_factor=4)))
+
+
 def bilinear(x, down, last):
     return last(F.interpolate(down(x), scale_factor=2, mode="bilinear"))
 
@@ -100,6 +109,7 @@ SHAPES = {  # the network, convolutions that read or write padded pixels, and al
     "sigmoid": (Of(slow_activation, conv(), conv()), 2, 4),
     "residual": (Of(residual, conv(), conv(), conv()), 4, 5),
     "pyramid": (Of(pyramid, conv(stride=2), conv(), conv(), conv()), 7, 8),
+    "fused": (Of(fused, conv(stride=2), conv(stride=2), conv(), conv()), 6, 7),
     "bilinear": (Of(bilinear, conv(stride=2), conv()), 3, 4),
     "pooled": (Of(pooled, conv(), conv()), 5, 6),
     "joined": (Of(joined, conv(), conv(2 * C), conv()), 3, 5),
@@ -172,6 +182,12 @@ def of_a_sum(x, a, b):
     return b(F.relu6(y + F.avg_pool2d(y, 3, 1, 1)))
 
 
+def of_a_sum_of_three(x, a, b):
+    y = F.max_pool2d(a(infinite(x)), 3, 1, 1)
+    low = F.interpolate(F.max_pool2d(y, 2), scale_factor=2)
+    return b(F.relu6(y + F.avg_pool2d(y, 3, 1, 1) + low))
+
+
 def of_what_was_computed(x, a, b):
     y = a(infinite(x))
     waits = F.relu(y)
@@ -197,7 +213,8 @@ def filled(x, a, b):
 
 INFINITE = {
     "relu6": activated(F.relu6), "sigmoid": activated(torch.sigmoid),
-    "hardsigmoid": activated(F.hardsigmoid), "sum": of_a_sum, "computed": of_what_was_computed,
+    "hardsigmoid": activated(F.hardsigmoid), "sum": of_a_sum,
+    "sum of three": of_a_sum_of_three, "computed": of_what_was_computed,
     "in place": bounded_in_place, "parts": in_parts, "filled": filled,
 }  # fmt: skip
 

@@ -269,6 +269,13 @@ class AffinePlan(NormPlan):
         self.scale, self.shift, self.dtype = scale, None, dtype or source.dtype
         self.slopes = None  # of a PReLU, in place of an activation
 
+    @property
+    def is_sum(self):
+        """Whether it is the sum of two stacks of its dtype, and nothing else."""
+        if self.residual is None or not (self.scale is self.shift is self.slopes is None):
+            return False
+        return self.activation is None and self.dtype == self.source.dtype == self.residual.dtype
+
     def takes(self, residual=None, activation=None):
         """Whether a sum or an activation may become part of it."""
         return self.slopes is None and super().takes(residual, activation)

@@ -2,7 +2,7 @@
 
 import torch
 
-from . import cuda, cuda_affine, image_values, shortcuts
+from . import cuda, cuda_affine, image_values, shortcuts, sums
 from . import tensor as T
 from .handlers import handles
 from .image_values import plainly
@@ -33,6 +33,9 @@ def add(func, *args, **kwargs):
             if T.plan_of(x) is None or residual.dtype != plan.dtype:
                 break
             return _with_residual(x, plan, residual, inplace, other)
+        result = sums.summed(a, b, inplace)
+        if result is not None:
+            return result
         for x, other in pairs:
             result = _affine_sum(x, other, inplace)
             if result is not None:
