@@ -497,6 +497,30 @@ def test_a_result_does_not_keep_what_was_convolved(st):
     assert torch.allclose(y[0, :, 63, 63], outside)
 
 
+class Locals(nn.Module):
+    """Reads its own variables by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+
+    def forward(self, x):
+        """Return a sum."""
+        variables = locals()
+        y = torch.relu(self.conv(x))
+        assert variables["x"] is x and variables["self"] is self
+        return y + torch.relu(y)
+
+
+@torch.no_grad()
+def test_what_a_network_reads_of_its_variables_is_there(st):
+    """Also in the first call, which looks at them for the names of modules."""
+    dense, x = Locals().eval(), torch.randn(1, 3, 32, 32)
+    sparse = st.sparsify(dense, 16)
+    for _ in range(2):
+        assert torch.allclose(sparse(x, torch.ones(1, 32, 32)), dense(x), atol=1e-5)
+
+
 class Recurrent(nn.Module):
     """Keeps what it made of the image before."""
 

@@ -4,9 +4,13 @@ An image that is not cut into whole blocks has no blocks that are not active. So
 to fill, and a network of which that is the result is refused where something is to be filled.
 """
 
+import inspect
 import sys
 
 import torch
+
+_IS_COPY = sys.version_info < (3, 13)  # whether the f_locals of a function's frame are one
+_SEES_COPY = {"locals", "vars", "dir", "eval", "exec"}  # functions that give it, or read it
 
 
 def running_module(known=None):
@@ -16,17 +20,31 @@ def running_module(known=None):
     """
     frame = sys._getframe(1)
     while frame is not None:
-        owner = frame.f_locals.get("self")
+        owner = _self_of(frame)
         if isinstance(owner, torch.nn.Module) and (known is None or id(owner) in known):
             return owner
         frame = frame.f_back
     return None
 
 
+def _self_of(frame):
+    """Return what a frame calls self, or None.
+
+    The copy of a function's variables, which its frame would keep, is emptied: what waits asks
+    whether what it was made of is still there. Not where the function or a debugger may see it.
+    """
+    variables, code = frame.f_locals, frame.f_code
+    owner = variables.get("self")
+    is_own = _IS_COPY and code.co_flags & inspect.CO_OPTIMIZED and sys.gettrace() is None
+    if is_own and not _SEES_COPY.intersection(code.co_names):
+        variables.clear()
+    return owner
+
+
 def watch(table, outside):
     """Note from now on what leaves the stack, if something else than 0 is wanted outside blocks.
 
-    Not always, as frames that were looked at keep what their variables hold.
+    Not always, as that takes time.
     """
     table.left = None if is_zero(outside) else {}
 
