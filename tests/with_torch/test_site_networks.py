@@ -299,6 +299,91 @@ def test_what_counts_rows_that_are_no_points(torch, st, graphed, device, is_repl
     assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
 
 
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA")
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
+def test_losses_in_training(torch, st, graphed, device):
+    """A network that returns other things in training, of other lists of sites."""
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w, self.down = drawn(torch, 3, 3, 3, 4), drawn(torch, 2, 2, 4, 4)
+
+        def forward(self, rows, values, labels):
+            x = st.sparse_tensor(values, rows, spatial_shape=SHAPE, mode="mean")
+            voxel = st.coordinate_map(rows, spatial_shape=SHAPE, mode="mean")[1]
+            y = torch.nn.functional.dropout(x.features, 0.0, self.training)
+            x = st.submanifold_conv(x.replace(y), self.w)
+            y = x.features[voxel]
+            if not self.training:
+                return y
+            loss = torch.nn.functional.cross_entropy(y, labels, ignore_index=-1)
+            return {"loss": loss, "size": st.strided_conv(x, self.down, stride=2).features.sum()}
+
+    def given(n, seed):
+        rows, values = points(torch, n, seed, device)
+        return rows, values, rows.sum(1) % 4
+
+    torch.manual_seed(0)
+    net = Net().to(device)
+    for training in (True, False):
+        run = graphed(net.train(training), [given(60, 0)])
+        for n in (60, 20):
+            grads = []
+            for call in (run, net):
+                net.zero_grad()
+                if training:
+                    losses = call(*given(n, n))
+                    (losses["loss"] + losses["size"]).backward()
+                    grads.append([p.grad.clone() for p in net.parameters()])
+                else:
+                    with torch.no_grad():
+                        grads.append([call(*given(n, n))])
+            for found, expected in zip(*grads, strict=True):
+                assert_close(torch, found, expected)
+        run.check()
+
+
+def test_to_make_a_graph_changes_nothing(torch, st, graphed, device, is_replayed):
+    """Numbers that are drawn, and buffers that are written, in evaluation, too."""
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.w = torch.nn.BatchNorm1d(3).double(), drawn(torch, 3, 3, 3, 4)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, rows, values):
+            self.calls.add_(1)
+            values = values + torch.rand_like(values)
+            x = st.sparse_tensor(values, rows, spatial_shape=SHAPE, mode="mean")
+            return st.submanifold_conv(x.replace(self.norm(x.features)), self.w)
+
+    net, given = Net().to(device), points(torch, 60, 0, device)
+    for training in (True, False):
+        state = torch.get_rng_state(), copy.deepcopy(net.state_dict())
+        run = graphed(net.train(training), [given])
+        assert torch.equal(torch.get_rng_state(), state[0])
+        assert all(torch.equal(tensor, state[1][name]) for name, tensor in net.state_dict().items())
+        calls = net.calls.item()
+        for n in (1, 2, 3):
+            run(*given)
+            assert net.calls.item() == calls + n
+
+    class Part(Net):
+        def forward(self, rows, values):
+            x = st.sparse_tensor(values, rows, spatial_shape=SHAPE, mode="mean")
+            return st.submanifold_conv(x.replace(self.norm(x.features)), self.w)
+
+    net = Part().to(device).eval()
+    net.norm.train()
+    if is_replayed:
+        with pytest.raises(ValueError, match="use masked_batch_norm for norms over sites"):
+            graphed(net, [given])
+    assert net.norm.training and not net.training
+    assert not net.norm.num_batches_tracked
+
+
 def test_results_that_cancel(torch, st, graphed, device):
     """The mean of what a norm over sites made is 0, up to rounding, and has no gradient."""
 

@@ -9,7 +9,7 @@ from ...core.scalars import as_number
 from ...errors import DeviceError, DTypeError, ShapeError
 from ..network import casts
 from ..network.training_graphs import check_settings
-from .replay import Replayed, evaluated
+from .replay import Replayed, unchanged
 from .rooms import Rooms
 
 _HINT = "return tensors and SparseTensors alone"
@@ -118,7 +118,7 @@ class _Run:
         self._settings = self._settings_of(self._first)
         fills = self._fills(fill)
         rooms = Rooms(net, slack)
-        with evaluated(net), torch.no_grad():
+        with unchanged(net, inputs[0][0].device), torch.no_grad():
             for given in inputs:
                 with rooms.measured():
                     net(*given)

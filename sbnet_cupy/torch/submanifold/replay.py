@@ -4,7 +4,9 @@ import contextlib
 import math
 
 import torch
+from torch.nn import functional
 from torch.nn.functional import pad
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...errors import CapacityError
@@ -21,6 +23,10 @@ _ROUNDINGS = 16  # of a number, one after the other
 _DROPOUTS = (
     torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d,
     torch.nn.AlphaDropout, torch.nn.FeatureAlphaDropout,
+)  # fmt: skip
+_DROPOUT_FUNCTIONS = (
+    functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d,
+    functional.alpha_dropout, functional.feature_alpha_dropout, torch.dropout,
 )  # fmt: skip
 
 
@@ -72,7 +78,7 @@ class Replayed:
         def call():
             return self._form.taken_apart(self._call(*self._own))
 
-        with torch.no_grad(), self._weights.used():
+        with torch.no_grad(), self._weights.used(), _put_back(self.net, self.device):
             self.graph, self._leaves = capture(call, self._own[0])
         self._state = State(self.net, most=math.inf)
 
@@ -99,37 +105,38 @@ class Replayed:
         Those that have one row more where there is room for one point more. What is neither, nor
         are sites or has a row for each place of a grid, such as a mean of all points, counts rows
         that are no points: it differs from what the network makes of as few points alone.
+
+        Where a network draws random numbers, but for dropout, its results cannot be compared.
         """
         rows = (self._points_of(tensors) + 1) // 2
         few = self._few(tensors, rows)
         padded, longer = (self._padded(few, self.room + more) for more in (0, 1))
-        with evaluated(self.net), torch.no_grad():
-            self._call.check_rows(few, padded)
-            found, other = self._call(*padded), self._call(*longer)
-            shapes = [[t.shape for t in self._form.taken_apart(y)] for y in (found, other)]
-            of_points = [a != b for a, b in zip(*shapes, strict=True)]
-            self._compare(found, self._call.alone(*few), of_points, rows)
-        if self.net.training:
-            self._check_training(few, padded, of_points, rows)
+        with unchanged(self.net, self.device) as again:
+            with torch.no_grad():
+                found, other = self._call(*padded), self._call(*longer)
+                shapes = [[t.shape for t in self._form.taken_apart(y)] for y in (found, other)]
+                of_points = [a != b for a, b in zip(*shapes, strict=True)]
+                if again():
+                    return of_points
+                self._call.check_rows(few, padded)
+                again()
+                self._compare(found, self._call.alone(*few), of_points, rows)
+                again()
+            if self.net.training:
+                found = self._call(*padded)
+                again()
+                self._check_gradients(found, self._call.alone(*few), of_points, rows)
         return of_points
 
-    def _check_training(self, few, padded, of_points, rows):
-        """Raise if rows that are no points change results or gradients in training.
-
-        Where a network draws random numbers, but for dropout, its results cannot be compared.
-        """
-        with _trained(self.net, self.device) as draws:
-            alone, found = self._call.alone(*few), self._call(*padded)
-            if draws():
-                return
-            self._compare(found, alone, of_points, rows)
-            both = self._cut(found, alone, of_points, rows)
-            if not _are_near(*map(self._gradient, both), _largest(both[1])):
-                raise ValueError(
-                    "gradients of the network's parameters must not depend on how many rows are no "
-                    "points; norms over sites are masked_batch_norm, and what rows without a point "
-                    "hold must be finite where it is multiplied by weights"
-                )
+    def _check_gradients(self, found, alone, of_points, rows):
+        """Raise if rows that are no points change gradients of parameters."""
+        both = self._cut(found, alone, of_points, rows)
+        if not _are_near(*map(self._gradient, both), _largest(both[1])):
+            raise ValueError(
+                "gradients of the network's parameters must not depend on how many rows are no "
+                "points; norms over sites are masked_batch_norm, and what rows without a point "
+                "hold must be finite where it is multiplied by weights"
+            )
 
     def _gradient(self, leaves):
         """Return the gradient of all parameters, of a sum of these tensors with weights."""
@@ -339,24 +346,52 @@ def evaluated(net):
         yield
 
 
-@contextlib.contextmanager
-def _trained(net, device):
-    """Within this a network in training drops nothing, and changes no statistics for good.
+class _NoDropout(TorchFunctionMode):
+    """Has the functions of dropout return what they are given."""
 
-    Yields a function that tells whether it has drawn random numbers.
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        """Call a function of PyTorch that is none of these."""
+        kwargs = kwargs or {}
+        if func in _DROPOUT_FUNCTIONS:
+            return args[0] if args else kwargs["input"]
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def unchanged(net, device):
+    """Within this calls of a network drop nothing, and change neither it nor what is drawn later.
+
+    Yields what :func:`_put_back` does.
+    """
+    with _modes_kept(net), _put_back(net, device) as again, torch.enable_grad(), _NoDropout():
+        for module in net.modules():
+            if isinstance(module, _DROPOUTS):
+                module.eval()
+        yield again
+
+
+@contextlib.contextmanager
+def _put_back(net, device):
+    """Put buffers and generators of random numbers back after calls of a network.
+
+    Yields a function that puts buffers back ahead of another call, and tells whether calls have
+    drawn random numbers.
     """
     buffers = [(b, b.clone()) for b in net.buffers()]
-    try:
-        with _modes_kept(net), torch.enable_grad(), forked(device):
-            for module in net.modules():
-                if isinstance(module, _DROPOUTS):
-                    module.eval()
-            before = _generators(device)
-            yield lambda: any(map(_differ, before, _generators(device)))
-    finally:
+    before = _generators(device)
+
+    def again():
         with torch.no_grad():
             for buffer, old in buffers:
-                buffer.copy_(old)
+                if not torch.equal(buffer, old):
+                    buffer.copy_(old)
+        return any(map(_differ, before, _generators(device)))
+
+    try:
+        with forked(device):
+            yield again
+    finally:
+        again()
 
 
 def _generators(device):
