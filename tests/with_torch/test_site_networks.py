@@ -563,6 +563,31 @@ def test_lists_of_dense_images(torch, st, graphed, device):
     run.check()
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "int64", "bool", "float16"])
+def test_tensors_of_points(torch, st, graphed, device, dtype):
+    """Of dtypes that need not hold -1."""
+
+    class Net(torch.nn.Module):
+        def forward(self, rows, values, more):
+            x = st.sparse_tensor(values, rows, spatial_shape=SHAPE, mode="mean")
+            y = torch.where((more > 0)[:, None], values, 0.5)
+            return x, st.sparse_tensor(y, rows, spatial_shape=SHAPE, mode="mean"), more
+
+    def given(n, seed):
+        rows, values = points(torch, n, seed, device)
+        return rows, values, (rows[:, 1] % 2).to(getattr(torch, dtype))
+
+    run = graphed(Net(), [given(60, 0)])
+    found, expected = run(*given(30, 1)), Net()(*given(30, 1))
+    number = expected[0].coordinates.number()
+    for one, other in zip(found[:2], expected[:2], strict=True):
+        assert_close(torch, one.features[:number], other.features)
+    assert torch.equal(found[2], expected[2])
+    if dtype != "float16":
+        with pytest.raises(sb.DTypeError, match=f"an integer that {dtype} holds, .* got 0.5; that is"):
+            graphed(Net(), [given(60, 0)], fill=(-1, 0, 0.5))
+
+
 def test_bad_arguments(torch, st, graphed, device, is_replayed):
     net = unet(torch, st).to(device).eval()
     rows, values = points(torch, 60, 0, device)

@@ -5,8 +5,9 @@ import math
 import torch
 from torch.nn import Module
 
-from ...core.scalars import as_number
+from ...core.scalars import as_number, as_number_in
 from ...errors import DeviceError, DTypeError, ShapeError
+from .._native import numpy_dtype
 from ..network import casts
 from ..network.training_graphs import check_settings
 from .replay import Replayed, unchanged
@@ -48,8 +49,9 @@ def graphed(net, inputs, slack=0.25, fill=None):
         Share of room beyond the most that an input needed.
     fill : float or sequence of float, optional
         What tensors of points hold in rows without a point; one number for each tensor of an input,
-        if they differ. By default -1 for whole numbers, NaN for the first tensor of an input, and
-        0 for the others: :func:`voxelize` drops points with a NaN, and :func:`sparse_tensor` and
+        if they differ. By default NaN for the first tensor of an input and 0 for others, if they
+        are of floats; -1 for whole numbers, and the largest where they have no sign; and False.
+        :func:`voxelize` drops points with a NaN, and :func:`sparse_tensor` and
         :func:`coordinate_map` rows of a negative sample. Choose numbers outside of ``ranges`` where
         the points are also multiplied by weights.
 
@@ -164,13 +166,11 @@ class _Run:
         else:
             given = [fill] * len(self._first)
         given = [None if number is None else as_number("fill", number) for number in given]
-        found = []
-        for k, (tensor, number) in enumerate(zip(self._first, given, strict=True)):
-            if number is None:
-                floats = 0.0 if k else math.nan
-                number = floats if tensor.is_floating_point() else -1
-            found.append(number if self._of_points[k] else None)
-        return found
+        return [
+            _fill_of(k, tensor.dtype, number) if of_points else None
+            for k, (tensor, number, of_points)
+            in enumerate(zip(self._first, given, self._of_points, strict=True))
+        ]  # fmt: skip
 
     def _check_like(self, tensors):
         """Raise unless tensors differ from the first input in nothing but the number of points."""
@@ -241,6 +241,18 @@ class _Call(Module):
     def lacking(self, most):
         """Return what there was no room for."""
         return self._rooms.lacking(most)
+
+
+def _fill_of(k, dtype, number):
+    """Return what tensor k holds in rows without a point, as a number of its dtype."""
+    if dtype.is_floating_point or dtype.is_complex:
+        default = 0.0 if k else math.nan
+        return default if number is None else number
+    if number is None:
+        unsigned = 0 if dtype == torch.bool else torch.iinfo(dtype).max
+        return -1 if dtype.is_signed else unsigned
+    hint = f"that is of tensor {k}: pass one number for each, such as fill=(1e4, -1)"
+    return as_number_in("fill", number, numpy_dtype(dtype, "tensor"), hint)
 
 
 def _tensors_of(given):
