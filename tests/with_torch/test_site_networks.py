@@ -493,6 +493,35 @@ def test_what_is_dropped_shows(torch, st, graphed, device, is_replayed):
         assert_close(torch, found[kept], net(outside[kept], values[kept]))
 
 
+def test_more_samples_of_points_in_metres(torch, st, graphed, device, is_replayed):
+    """Those past the samples of the inputs are dropped, which shows."""
+    net = clouds(torch, st).to(device).eval()
+    values, sample = cloud(torch, 60, 0, device)
+    run = graphed(net, [(values, sample % 2)], slack=1)
+    values[:5] = float("nan")  # which is dropped anyway
+    run(values, sample % 2)
+    run.check()
+    run(values, sample.clamp(max=1) + (torch.arange(60, device=device) > 56) * 2)
+    if is_replayed:
+        with pytest.raises(sb.CapacityError, match="3 points lay outside of the grid or the sampl"):
+            run.check()
+
+
+def test_rows_without_a_point_outside_of_the_grid(torch, st, graphed, device, is_replayed):
+    """They would be counted as points that were dropped."""
+
+    class Net(torch.nn.Module):
+        def forward(self, points, values):
+            rows = torch.nn.functional.pad(points.floor().int(), (1, 0))
+            return st.coordinate_map(rows, spatial_shape=SHAPE, mode="first")[1]
+
+    rows, values = points(torch, 60, 0, device)
+    given = rows[:, 1:] + 0.5, values
+    if is_replayed:
+        with pytest.raises(ValueError, match=r"fill must make the sample .* got 45 that are poin"):
+            graphed(Net(), [given], fill=-5)
+
+
 def test_sites_twice(torch, st, graphed, device, is_replayed):
     class Net(torch.nn.Module):
         def forward(self, rows, values):
@@ -584,7 +613,7 @@ def test_tensors_of_points(torch, st, graphed, device, dtype):
         assert_close(torch, one.features[:number], other.features)
     assert torch.equal(found[2], expected[2])
     if dtype != "float16":
-        with pytest.raises(sb.DTypeError, match=f"an integer that {dtype} holds, .* got 0.5; that is"):
+        with pytest.raises(sb.DTypeError, match=rf"an integer that {dtype} holds, .* got 0\.5; "):
             graphed(Net(), [given(60, 0)], fill=(-1, 0, 0.5))
 
 

@@ -228,14 +228,20 @@ class _Call(Module):
         """Raise if rows without a point are put at sites."""
         with self._rooms.samples_fixed():
             self.net(*few)
-            expected = self._rooms.placed()
+            expected, lost = self._rooms.placed()
         with self._rooms.fixed(keeps=True):
             self.net(*padded)
-            found = self._rooms.placed()
+            found, more = self._rooms.placed()
         if found != expected:
             raise ValueError(
                 "fill must be outside of the grid, so that rows without a point are at no site, "
                 f"got {max(map(int.__sub__, found, expected))} that are"
+            )
+        if more != lost:
+            raise ValueError(
+                "fill must make the sample of rows without a point negative where they are listed, "
+                f"got {more - lost} that are points outside of the grid or the samples; put them "
+                "into voxels by voxelize, which drops those outside, or make their sample -1"
             )
 
     def lacking(self, most):

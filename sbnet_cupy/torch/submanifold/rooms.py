@@ -21,14 +21,15 @@ def room(capacity, batch_size=None):
     return (capacity, batch_size) if rooms is None else rooms.take(capacity, batch_size)
 
 
-def note(coordinates, inverse=None, rows=None):
+def note(coordinates, inverse=None, rows=None, sample=None):
     """Note a list of sites that was made, and at which of them points are: int32, -1 for none.
 
-    Those of ``rows`` that are not of a negative sample should be at one.
+    Those of ``rows`` that are not of a negative sample should be at one, and no ``sample`` should
+    be one that there is no room for.
     """
     rooms = getattr(_CALL, "rooms", None)
     if rooms is not None:
-        rooms.note(coordinates, inverse, rows)
+        rooms.note(coordinates, inverse, rows, sample)
 
 
 class Rooms:
@@ -122,7 +123,7 @@ class Rooms:
         """Return how many sites a list has room for, if the network does not say it itself."""
         return math.ceil(self.most[number] * (1 + self.slack))
 
-    def note(self, coordinates, inverse, rows):
+    def note(self, coordinates, inverse, rows, sample):
         """Note a list that was made; see :func:`note`."""
         number = len(self._made)
         self._made.append((coordinates.count, coordinates.capacity))
@@ -130,8 +131,9 @@ class Rooms:
             self._inverses.append(inverse)
         if self._fixed is False:
             self._measure(number, coordinates)
-        elif self._fixed and rows is not None:
-            lost = ((inverse < 0) & (rows[:, 0] >= 0)).sum(0, True, dtype=torch.int32)
+        elif rows is not None or sample is not None:
+            there = rows[:, 0] >= 0 if sample is None else sample >= coordinates.batch_size
+            lost = ((inverse < 0) & there).sum(0, True, dtype=torch.int32)
             status = coordinates.status
             twice = status & DUPLICATE
             status.copy_(twice | (lost > 0).int() * OUTSIDE)
@@ -156,8 +158,8 @@ class Rooms:
         return torch.cat([*counts, lost, twice])
 
     def placed(self):
-        """Return how many points of each list of the call are at sites; wait."""
-        return [int((inverse >= 0).sum()) for inverse in self._inverses]
+        """Return how many points of each list are at sites, and how many are lost; wait."""
+        return [int((inverse >= 0).sum()) for inverse in self._inverses], sum(map(int, self._lost))
 
     def lacking(self, seen):
         """Return what there was no room for in calls, by the most that they had, as phrases."""

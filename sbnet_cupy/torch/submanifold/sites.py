@@ -89,8 +89,8 @@ def _listed(reduce, options, *tensors, drops=False):
 
 @untraced
 def _found(reduce, options, drops, *tensors):
-    batch_size, mode, order, capacity = options
-    capacity, batch_size = room(capacity, batch_size)
+    given, mode, order, capacity = options
+    capacity, batch_size = room(capacity, given)
 
     def find():
         made, inverse, reduction = reduce(*views(*tensors), batch_size, mode, order, capacity)
@@ -100,7 +100,9 @@ def _found(reduce, options, drops, *tensors):
 
     made, inverse, reduction = find_beside(find, *tensors)
     sites, inverse = of_native(made), to_tensor(inverse)
-    note(sites, inverse, None if drops else tensors[0])
+    rows = None if drops else tensors[0]
+    sample = tensors[1] if drops and given is None and len(tensors) > 1 else None
+    note(sites, inverse, rows, sample)
     if mode in ("sum", "mean"):
         listed = (reduction.order, reduction.site, reduction.starts[None])
         return sites, inverse, tuple(map(to_tensor, listed))
