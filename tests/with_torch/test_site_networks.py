@@ -221,11 +221,12 @@ def clouds(torch, st):
         def __init__(self):
             super().__init__()
             self.linear, self.w = torch.nn.Linear(4, 5).double(), drawn(torch, 3, 3, 5, 2)
+            self.shift, self.large = torch.nn.Parameter(torch.zeros(2).double()), 1
 
         def forward(self, points, sample):
             grid = {"ranges": RANGES, "voxel_size": 0.5, "mode": "mean"}
             x, voxel = st.voxelize(points, self.linear(points), sample=sample, **grid)
-            return st.submanifold_conv(x, self.w).features[voxel]
+            return st.submanifold_conv(x, self.w).features[voxel] + self.large * self.shift
 
     torch.manual_seed(0)
     return Net()
@@ -256,6 +257,10 @@ def test_points_in_metres(torch, st, graphed, device, is_replayed):
     if is_replayed:
         with pytest.raises(ValueError, match="must be finite where it is multiplied by weights"):
             graphed(net, inputs)  # NaN times the gradient 0
+        net.large = 1e6
+        with pytest.raises(ValueError, match="must be finite where it is multiplied by weights"):
+            graphed(net, inputs)  # which is a small part of all
+        net.large = 1
         with pytest.raises(ValueError, match=r"fill must be outside of the grid, .* got 68 that"):
             graphed(net, inputs, fill=0)  # inside of the ranges
     run = graphed(net, inputs, fill=[1e4, -1])
@@ -275,6 +280,10 @@ def test_what_counts_rows_that_are_no_points(torch, st, graphed, device, is_repl
         for end in ends:
             with pytest.raises(ValueError, match="reduce over points outside"):
                 graphed(unet(torch, st, end).to(device).eval(), [points(torch, 60, 0, device)])
+
+        low = [lambda x, v: (st.sparse_to_dense(x, fill=-float("inf")), x.features.mean(0))]
+        with pytest.raises(ValueError, match="reduce over points outside"):  # beside infinities
+            graphed(unet(torch, st, *low).to(device).eval(), [points(torch, 60, 0, device)])
 
     class Normed(torch.nn.Module):
         def __init__(self):
