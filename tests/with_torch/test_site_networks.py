@@ -214,6 +214,43 @@ def test_sites_that_are_selected(torch, st, graphed, device):
     run.check()
 
 
+def test_fewer_points_at_more_sites(torch, st, graphed, device):
+    """The first half of the points, with which the network is checked, has more sites selected."""
+
+    class Net(torch.nn.Module):
+        def forward(self, rows, values):
+            x = st.sparse_tensor(values, rows, spatial_shape=SHAPE, mode="sum")
+            sites, taken = x.coordinates.select(x.features[:, 0] < 2)
+            features = torch.where((taken >= 0)[:, None], x.features[taken.clamp(min=0)], 0)
+            return st.global_pool(sb.SparseTensor(features, sites))
+
+    rows, values = points(torch, 40, 0, device)
+    few = rows[:3], values[:3]
+    both = torch.cat([rows.unique(dim=0)] * 2), torch.ones_like(values).repeat(2, 1)
+    both = both[0], both[1][: len(both[0])]
+    net = Net()
+    for inputs in ([both], [few, both]):
+        run = graphed(net, inputs, slack=0)
+        for given in (both, few):
+            with torch.no_grad():
+                found, expected = run(*given), net(*given)
+            assert_close(torch, found[: len(expected)], expected)
+        run.check()
+
+
+def test_norms_where_the_first_input_is_small(torch, st, graphed, device, is_replayed):
+    """The largest one is what shows that a norm counts rows without a point."""
+
+    def end(x, voxel):
+        return (x.features - x.features.mean(0))[voxel]
+
+    if is_replayed:
+        net = unet(torch, st, end).to(device).eval()
+        inputs = [points(torch, n, 0, device) for n in (0, 60)]
+        with pytest.raises(ValueError, match="reduce over points outside"):
+            graphed(net, inputs, slack=0)
+
+
 def clouds(torch, st):
     """Return a network of points in metres, which are features, too."""
 

@@ -10,7 +10,7 @@ from ...errors import DeviceError, DTypeError, ShapeError
 from .._native import numpy_dtype
 from ..network import casts
 from ..network.training_graphs import check_settings
-from .replay import Replayed, unchanged
+from .replay import Replayed, half_of, unchanged
 from .rooms import Rooms
 
 _HINT = "return tensors and SparseTensors alone"
@@ -108,30 +108,32 @@ class _Run:
             raise ShapeError(f"slack must not be negative or infinite, got {slack!r}")
         if not inputs:
             raise ValueError("inputs must not be empty; pass some that are as large as any")
-        self.net, self._first = net, inputs[0]
+        self.net, self._like = net, inputs[0]
         self._of_points = [
             all(t.dim() and len(given) > k and given[k].dim() and len(given[k]) == len(given[0])
                 for given in inputs)
-            for k, t in enumerate(self._first)
+            for k, t in enumerate(self._like)
         ]  # fmt: skip
         for given in inputs:
             self._check_like(given)
-        self.room = math.ceil(max(len(given[0]) for given in inputs) * (1 + slack))
-        self._settings = self._settings_of(self._first)
+        self._like = max(inputs, key=lambda given: len(given[0]))  # which shows most of a network
+        self.room = math.ceil(len(self._like[0]) * (1 + slack))
+        self._settings = self._settings_of(self._like)
         fills = self._fills(fill)
         rooms = Rooms(net, slack)
         with unchanged(net, inputs[0][0].device), torch.no_grad():
-            for given in inputs:
+            checked = [half_of(self._like, fills)] if self._replays() else []
+            for given in (*inputs, *checked):
                 with rooms.measured():
                     net(*given)
         self._replayed = None
         if self._replays():
-            call = _Call(net, rooms, self._first[0].device)
-            self._replayed = Replayed(call, net, self._first, self.room, fills, _HINT)
+            call = _Call(net, rooms, self._like[0].device)
+            self._replayed = Replayed(call, net, self._like, self.room, fills, _HINT)
 
     def _replays(self):
         """Whether there are graphs where the tensors are."""
-        return self._first[0].is_cuda
+        return self._like[0].is_cuda
 
     def __call__(self, *tensors):
         """Return what the network does of the tensors."""
@@ -152,34 +154,34 @@ class _Run:
 
     def _settings_of(self, tensors):
         needs = [t.requires_grad for t in tensors]
-        return self.net.training, casts.dtype_for(self._first[0]), needs
+        return self.net.training, casts.dtype_for(self._like[0]), needs
 
     def _fills(self, fill):
         """Return what each tensor holds in rows without a point, None for one without points."""
         if isinstance(fill, list | tuple):
-            if len(fill) != len(self._first):
+            if len(fill) != len(self._like):
                 raise ShapeError(
-                    f"fill must be a number, or one for each of the {len(self._first)} tensors of "
+                    f"fill must be a number, or one for each of the {len(self._like)} tensors of "
                     f"an input, got {len(fill)}"
                 )
             given = fill
         else:
-            given = [fill] * len(self._first)
+            given = [fill] * len(self._like)
         given = [None if number is None else as_number("fill", number) for number in given]
         return [
             _fill_of(k, tensor.dtype, number) if of_points else None
             for k, (tensor, number, of_points)
-            in enumerate(zip(self._first, given, self._of_points, strict=True))
+            in enumerate(zip(self._like, given, self._of_points, strict=True))
         ]  # fmt: skip
 
     def _check_like(self, tensors):
         """Raise unless tensors differ from the first input in nothing but the number of points."""
-        if len(tensors) != len(self._first):
+        if len(tensors) != len(self._like):
             raise ShapeError(
-                f"the network must be called with {len(self._first)} tensors, as of the first of "
+                f"the network must be called with {len(self._like)} tensors, as of the first of "
                 f"inputs, got {len(tensors)}"
             )
-        for k, (tensor, like) in enumerate(zip(tensors, self._first, strict=True)):
+        for k, (tensor, like) in enumerate(zip(tensors, self._like, strict=True)):
             if not isinstance(tensor, torch.Tensor):
                 raise DTypeError(f"tensor {k} must be a torch.Tensor, got {type(tensor).__name__}")
             shape, of_points = tuple(like.shape), self._of_points[k]
@@ -197,9 +199,9 @@ class _Run:
                     f"tensor {k} must be {like.dtype}, as that of the first of inputs, got "
                     f"{tensor.dtype}; convert it"
                 )
-            if tensor.device != self._first[0].device:
+            if tensor.device != self._like[0].device:
                 raise DeviceError(
-                    f"tensor {k} must be on {self._first[0].device}, as the first tensor of "
+                    f"tensor {k} must be on {self._like[0].device}, as the first tensor of "
                     f"inputs, got {tensor.device}; move it"
                 )
 

@@ -89,16 +89,6 @@ class Replayed:
             for tensor, fill in zip(tensors, self._fills, strict=True)
         ]
 
-    def _few(self, tensors, rows):
-        """Return tensors of as many of their points."""
-        pairs = zip(tensors, self._fills, strict=True)
-        return [tensor if fill is None else tensor[:rows] for tensor, fill in pairs]
-
-    def _points_of(self, tensors):
-        """Return how many points these tensors are of."""
-        pairs = zip(tensors, self._fills, strict=True)
-        return next(len(tensor) for tensor, fill in pairs if fill is not None)
-
     def _leaves_of_points(self, tensors):
         """Return which tensors of the result have a row for each point; raise if others are wrong.
 
@@ -108,8 +98,8 @@ class Replayed:
 
         Where a network draws random numbers, but for dropout, its results cannot be compared.
         """
-        rows = (self._points_of(tensors) + 1) // 2
-        few = self._few(tensors, rows)
+        few = half_of(tensors, self._fills)
+        rows = _points_of(few, self._fills)
         padded, longer = (self._padded(few, self.room + more) for more in (0, 1))
         with unchanged(self.net, self.device) as again:
             with torch.no_grad():
@@ -179,7 +169,7 @@ class Replayed:
     def __call__(self, tensors):
         """Return what the network does of tensors that were checked."""
         self._warn()
-        rows = self._points_of(tensors)
+        rows = _points_of(tensors, self._fills)
         with torch.cuda.device(self.device):
             if self.net.training:
                 leaves = self._graphs.replay(*self._taken(self._graphs.own, tensors, rows))
@@ -308,6 +298,19 @@ class _Tensors(torch.nn.Module):
     def forward(self, *tensors):
         """Call the network."""
         return self._form.taken_apart(self.call(*tensors))
+
+
+def half_of(tensors, fills):
+    """Return tensors of half of their points, with which a network is checked."""
+    rows = (_points_of(tensors, fills) + 1) // 2
+    pairs = zip(tensors, fills, strict=True)
+    return [tensor if fill is None else tensor[:rows] for tensor, fill in pairs]
+
+
+def _points_of(tensors, fills):
+    """Return how many points tensors are of."""
+    pairs = zip(tensors, fills, strict=True)
+    return next(len(tensor) for tensor, fill in pairs if fill is not None)
 
 
 def _with_rows(tensor, rows, fill):
