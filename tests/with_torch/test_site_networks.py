@@ -430,6 +430,36 @@ def test_to_make_a_graph_changes_nothing(torch, st, graphed, device, is_replayed
     assert not net.norm.num_batches_tracked
 
 
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA")
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
+def test_buffers_that_calls_replace(torch, st, graphed, device, is_replayed):
+    """Each call, or the first one alone, which keeps what it has computed."""
+
+    class Net(torch.nn.Module):
+        def __init__(self, each):
+            super().__init__()
+            self.w, self.each = drawn(torch, 3, 3, 3, 4), each
+            self.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
+            self.register_buffer("table", torch.empty(0))
+
+        def forward(self, rows, values):
+            x = st.sparse_tensor(values, rows, spatial_shape=SHAPE, mode="mean")
+            if self.each:
+                self.mean = 0.9 * self.mean + 0.1 * st.global_pool(x, "mean").detach().mean(0)
+            if not self.table.numel():
+                self.table = torch.ones(4, device=values.device)
+            y = st.submanifold_conv(x.replace(x.features - self.mean), self.w)
+            return st.global_pool(y) * self.table
+
+    given = points(torch, 60, 0, device)
+    net = Net(False).to(device).train()
+    assert_close(torch, graphed(net, [given])(*given), net(*given))
+    net = Net(True).to(device).train()
+    if is_replayed:
+        with pytest.raises(RuntimeError, match=r"another tensor its buffer 'mean', .* by copy_"):
+            graphed(net, [given])
+
+
 def test_results_that_cancel(torch, st, graphed, device):
     """The mean of what a norm over sites made is 0, up to rounding, and has no gradient."""
 

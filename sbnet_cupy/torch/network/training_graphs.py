@@ -208,11 +208,24 @@ class Graphs:
         return leaves
 
     def _check(self, leaves):
-        """Call the module once; raise if a replay could not do what the call does."""
+        """Call the module; raise if a replay could not do what the call does."""
         device = self.own[0].device
         before, drawn = _host_generators(device), _generator(device)
-        with NoSynchronization(), _NoTensorHooks():
-            self._call(self.own, leaves)
+        for _ in range(2):  # a first call may make what later ones keep
+            buffers = [(m, *each) for m in self.module.modules() for each in m._buffers.items()]
+            with NoSynchronization(), _NoTensorHooks():
+                self._call(self.own, leaves)
+            others = [(m, name, b) for m, name, b in buffers if m._buffers.get(name) is not b]
+            if not others:
+                break
+        else:
+            for m, name, b in others:
+                m._buffers[name] = b
+            raise RuntimeError(
+                f"each call of the network makes another tensor its buffer {others[0][1]!r}, where "
+                "replays would read the same one again and again; write into it, as by copy_, or "
+                "call the network itself"
+            )
         if _host_generators(device) != before:
             raise RuntimeError(
                 "the network draws random numbers on the host, which a CUDA graph would draw but "
