@@ -460,6 +460,41 @@ def test_buffers_that_calls_replace(torch, st, graphed, device, is_replayed):
             graphed(net, [given])
 
 
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA")
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
+def test_activations_that_are_computed_again(torch, st, graphed, device, is_replayed):
+    """Of convolutions at sites that are there; not of those that make sites."""
+
+    class Net(torch.nn.Module):
+        def __init__(self, makes_sites):
+            super().__init__()
+            self.w, self.down = drawn(torch, 3, 3, 3, 4), drawn(torch, 2, 2, 4, 4)
+            self.makes_sites = makes_sites
+
+        def forward(self, rows, values):
+            x = st.sparse_tensor(values, rows, spatial_shape=SHAPE, mode="mean")
+
+            def block(features):
+                y = st.submanifold_conv(x.replace(features), self.w, activation="relu")
+                if self.makes_sites:
+                    y = st.inverse_conv(st.strided_conv(y, self.down, stride=2), self.down, onto=y)
+                return y.features
+
+            y = torch.utils.checkpoint.checkpoint(block, x.features, use_reentrant=False)
+            return st.global_pool(x.replace(y))
+
+    torch.manual_seed(0)
+    net, grads, given = Net(False).to(device).train(), [], points(torch, 60, 0, device)
+    for call in (graphed(net, [given]), net):
+        net.zero_grad()
+        call(*points(torch, 40, 1, device)).square().sum().backward()
+        grads.append(net.w.grad.clone())
+    assert_close(torch, *grads)
+    if is_replayed:
+        with pytest.raises(RuntimeError, match=r"in what torch\.utils\.checkpoint computes again"):
+            graphed(Net(True).to(device).train(), [given])
+
+
 def test_results_that_cancel(torch, st, graphed, device):
     """The mean of what a norm over sites made is 0, up to rounding, and has no gradient."""
 

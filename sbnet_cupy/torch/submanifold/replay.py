@@ -8,6 +8,7 @@ from torch.nn import functional
 from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import CheckpointError
 
 from ...errors import CapacityError
 from ...submanifold.coordinate_map import CoordinateMap
@@ -121,7 +122,15 @@ class Replayed:
     def _check_gradients(self, found, alone, of_points, rows):
         """Raise if rows that are no points change gradients of parameters."""
         both = self._cut(found, alone, of_points, rows)
-        if not _are_near(*map(self._gradient, both), _largest(both[1])):
+        try:
+            grads = list(map(self._gradient, both))
+        except CheckpointError as error:
+            raise RuntimeError(
+                "lists of sites must not be made in what torch.utils.checkpoint computes again, "
+                "where they have no room of their own; make them outside of it, and compute "
+                "features again alone"
+            ) from error
+        if not _are_near(*grads, _largest(both[1])):
             raise ValueError(
                 "gradients of the network's parameters must not depend on how many rows are no "
                 "points; norms over sites are masked_batch_norm, and what rows without a point "
