@@ -495,6 +495,17 @@ def test_activations_that_are_computed_again(torch, st, graphed, device, is_repl
             graphed(Net(True).to(device).train(), [given])
 
 
+def test_a_graph_that_is_made_in_inference_mode(torch, st, graphed, device):
+    net, given = unet(torch, st).to(device).eval(), points(torch, 60, 0, device)
+    with torch.inference_mode():
+        run = graphed(net, [tuple(tensor.clone() for tensor in given)])
+        inside = run(*given)
+    with torch.no_grad():
+        assert_close(torch, run(*given), net(*given))
+        assert_close(torch, inside, net(*given))
+    assert run.check() is run
+
+
 def test_results_that_cancel(torch, st, graphed, device):
     """The mean of what a norm over sites made is 0, up to rounding, and has no gradient."""
 

@@ -98,7 +98,8 @@ def graphed(net, inputs, slack=0.25, fill=None):
             f"net must be a torch.nn.Module, got {type(net).__name__}; put the function into the "
             "forward of one, with its weights as parameters"
         )
-    return _Run(net, [_tensors_of(given) for given in inputs], slack, fill)
+    with torch.inference_mode(False):  # calls outside of it write to what a graph reads
+        return _Run(net, [_tensors_of(given) for given in inputs], slack, fill)
 
 
 class _Run:
