@@ -528,6 +528,31 @@ def test_results_that_cancel(torch, st, graphed, device):
         assert x.features.square().sum() > 1
 
 
+def test_a_part_whose_mode_has_changed(torch, st, graphed, device, is_replayed):
+    """It is checked again: a norm by all rows would count those without a site."""
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = torch.nn.BatchNorm1d(3).double()
+
+        def forward(self, rows, values):
+            x = st.sparse_tensor(values, rows, spatial_shape=SHAPE, mode="mean")
+            return x.replace(self.norm(x.features))
+
+    net, given = Net().to(device).eval(), points(torch, 60, 0, device)
+    run = graphed(net, [given])
+    run(*given)
+    net.norm.train()
+    if is_replayed:
+        with pytest.raises(ValueError, match="use masked_batch_norm for norms over sites"):
+            run(*given)
+    net.norm.eval()
+    with torch.no_grad():
+        number = net(*given).features.shape[0]
+        assert_close(torch, run(*given).features[:number], net(*given).features)
+
+
 def test_a_network_that_has_changed(torch, st, graphed, device):
     net = unet(torch, st).to(device).eval()
     given = points(torch, 60, 0, device)

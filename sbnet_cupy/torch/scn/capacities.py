@@ -7,7 +7,7 @@ import torch
 
 from ...core.scalars import as_number
 from ...errors import DTypeError, ShapeError
-from ..submanifold.replay import evaluated
+from ..submanifold.unchanged import evaluated
 from .convolutions import _NewSites
 from .inputs import DenseToSparse, InputLayer
 from .pooling import _Down

@@ -10,8 +10,9 @@ from ...errors import DeviceError, DTypeError, ShapeError
 from .._native import numpy_dtype
 from ..network import casts
 from ..network.training_graphs import check_settings
-from .replay import Replayed, half_of, unchanged
+from .replay import Replayed, half_of
 from .rooms import Rooms
+from .unchanged import unchanged
 
 _HINT = "return tensors and SparseTensors alone"
 
@@ -53,7 +54,7 @@ def graphed(net, inputs, slack=0.25, fill=None):
         are of floats; -1 for whole numbers, and the largest where they have no sign; and False.
         :func:`voxelize` drops points with a NaN, and :func:`sparse_tensor` and
         :func:`coordinate_map` rows of a negative sample. Choose numbers outside of ``ranges`` where
-        the points are also multiplied by weights.
+        the points are also multiplied by weights, and for labels the ``ignore_index`` of a loss.
 
     Returns
     -------

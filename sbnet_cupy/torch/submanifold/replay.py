@@ -1,12 +1,9 @@
 """Calls of a network at sites by a CUDA graph: points are padded, and room for sites is watched."""
 
-import contextlib
 import math
 
 import torch
-from torch.nn import functional
 from torch.nn.functional import pad
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointError
 
@@ -16,19 +13,13 @@ from ...submanifold.sparse_tensor import SparseTensor
 from ..network.ends import warn
 from ..network.graphs import capture
 from ..network.state import State
-from ..network.training_graphs import Graphs, forked, refuse_hooks
+from ..network.training_graphs import Graphs, refuse_hooks
 from .kept_weights import KeptWeights
+from .unchanged import put_back, unchanged
 
 _NEAR = 0.05  # of the norm: less than a few rows that do not belong there make
 _ROUNDINGS = 16  # of a number, one after the other
-_DROPOUTS = (
-    torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d,
-    torch.nn.AlphaDropout, torch.nn.FeatureAlphaDropout,
-)  # fmt: skip
-_DROPOUT_FUNCTIONS = (
-    functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d,
-    functional.alpha_dropout, functional.feature_alpha_dropout, torch.dropout,
-)  # fmt: skip
+
 
 
 class Replayed:
@@ -79,9 +70,12 @@ class Replayed:
         def call():
             return self._form.taken_apart(self._call(*self._own))
 
-        with torch.no_grad(), self._weights.used(), _put_back(self.net, self.device):
+        with torch.no_grad(), self._weights.used(), put_back(self.net, self.device):
             self.graph, self._leaves = capture(call, self._own[0])
-        self._state = State(self.net, most=math.inf)
+        self._state, self._modes = State(self.net, most=math.inf), self._modes_now()
+
+    def _modes_now(self):
+        return [module.training for module in self.net.modules()]
 
     def _padded(self, tensors, room):
         """Return tensors of as many points as there is room for."""
@@ -185,6 +179,8 @@ class Replayed:
                 leaves = [self._rows(*x, rows) for x in enumerate(leaves)]
             else:
                 if not self._state.holds():
+                    if self._modes != self._modes_now():
+                        self._of_points = self._leaves_of_points(tensors)
                     self._capture()
                 with torch.no_grad():
                     self._taken(self._own, tensors, rows)
@@ -351,78 +347,3 @@ def _largest(tensors):
 def _exact(tensor):
     """Return numbers in float64, 0 where they are not finite."""
     return tensor.detach().double().nan_to_num(0, 0, 0)
-
-
-@contextlib.contextmanager
-def evaluated(net):
-    """Have a network in evaluation for a while."""
-    with _modes_kept(net):
-        net.eval()
-        yield
-
-
-class _NoDropout(TorchFunctionMode):
-    """Has the functions of dropout return what they are given."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        """Call a function of PyTorch that is none of these."""
-        kwargs = kwargs or {}
-        if func in _DROPOUT_FUNCTIONS:
-            return args[0] if args else kwargs["input"]
-        return func(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def unchanged(net, device):
-    """Within this calls of a network drop nothing, and change neither it nor what is drawn later.
-
-    Yields what :func:`_put_back` does.
-    """
-    with _modes_kept(net), _put_back(net, device) as again, torch.enable_grad(), _NoDropout():
-        for module in net.modules():
-            if isinstance(module, _DROPOUTS):
-                module.eval()
-        yield again
-
-
-@contextlib.contextmanager
-def _put_back(net, device):
-    """Put buffers and generators of random numbers back after calls of a network.
-
-    Yields a function that puts buffers back ahead of another call, and tells whether calls have
-    drawn random numbers.
-    """
-    buffers = [(b, b.clone()) for b in net.buffers()]
-    before = _generators(device)
-
-    def again():
-        with torch.no_grad():
-            for buffer, old in buffers:
-                if not torch.equal(buffer, old):
-                    buffer.copy_(old)
-        return any(map(_differ, before, _generators(device)))
-
-    try:
-        with forked(device):
-            yield again
-    finally:
-        again()
-
-
-def _generators(device):
-    states = [torch.get_rng_state()]
-    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
-
-
-def _differ(a, b):
-    return not torch.equal(a, b)
-
-
-@contextlib.contextmanager
-def _modes_kept(net):
-    modes = {module: module.training for module in net.modules()}
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
