@@ -5,6 +5,7 @@ graphs call the network.
 """
 
 import copy
+import random
 
 import pytest
 
@@ -452,12 +453,30 @@ def test_buffers_that_calls_replace(torch, st, graphed, device, is_replayed):
             return st.global_pool(y) * self.table
 
     given = points(torch, 60, 0, device)
-    net = Net(False).to(device).train()
-    assert_close(torch, graphed(net, [given])(*given), net(*given))
-    net = Net(True).to(device).train()
+    for training in (True, False):
+        net = Net(False).to(device).train(training)
+        assert_close(torch, graphed(net, [given])(*given), net(*given))
+        net = Net(True).to(device).train(training)
+        if is_replayed:
+            with pytest.raises(RuntimeError, match=r"another tensor its buffer 'mean', .* copy_"):
+                graphed(net, [given])
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_random_numbers_of_the_host(torch, st, graphed, device, is_replayed, training):
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = drawn(torch, 3, 3, 3, 4)
+
+        def forward(self, rows, values):
+            x = st.sparse_tensor(values, rows, spatial_shape=SHAPE, mode="mean")
+            return st.submanifold_conv(x.replace(x.features * random.random()), self.w)
+
+    net = Net().to(device).train(training)
     if is_replayed:
-        with pytest.raises(RuntimeError, match=r"another tensor its buffer 'mean', .* by copy_"):
-            graphed(net, [given])
+        with pytest.raises(RuntimeError, match="draws random numbers on the host"):
+            graphed(net, [points(torch, 60, 0, device)])
 
 
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA")

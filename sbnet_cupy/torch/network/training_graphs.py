@@ -94,6 +94,31 @@ def refuse_hooks(module, kind=State):
         )
 
 
+def check_replayable(module, device, call):
+    """Call a module by ``call()``; raise if the replay of a graph could not do what that does."""
+    before = host_generators(device)
+    for _ in range(2):  # a first call may make what later ones keep
+        buffers = [(m, *each) for m in module.modules() for each in m._buffers.items()]
+        with NoSynchronization():
+            call()
+        others = [(m, name, b) for m, name, b in buffers if m._buffers.get(name) is not b]
+        if not others:
+            break
+    else:
+        for m, name, b in others:
+            m._buffers[name] = b
+        raise RuntimeError(
+            f"each call of the network makes another tensor its buffer {others[0][1]!r}, where "
+            "replays would read the same one again and again; write into it, as by copy_, or "
+            "call the network itself"
+        )
+    if host_generators(device) != before:
+        raise RuntimeError(
+            "the network draws random numbers on the host, which a CUDA graph would draw but "
+            "once; draw them on the device, or call the network itself"
+        )
+
+
 class Memory:
     """Memory that one call at a time has for its activations.
 
@@ -210,27 +235,9 @@ class Graphs:
     def _check(self, leaves):
         """Call the module; raise if a replay could not do what the call does."""
         device = self.own[0].device
-        before, drawn = _host_generators(device), _generator(device)
-        for _ in range(2):  # a first call may make what later ones keep
-            buffers = [(m, *each) for m in self.module.modules() for each in m._buffers.items()]
-            with NoSynchronization(), _NoTensorHooks():
-                self._call(self.own, leaves)
-            others = [(m, name, b) for m, name, b in buffers if m._buffers.get(name) is not b]
-            if not others:
-                break
-        else:
-            for m, name, b in others:
-                m._buffers[name] = b
-            raise RuntimeError(
-                f"each call of the network makes another tensor its buffer {others[0][1]!r}, where "
-                "replays would read the same one again and again; write into it, as by copy_, or "
-                "call the network itself"
-            )
-        if _host_generators(device) != before:
-            raise RuntimeError(
-                "the network draws random numbers on the host, which a CUDA graph would draw but "
-                "once; draw them on the device, or call the network itself"
-            )
+        drawn = _generator(device)
+        with _NoTensorHooks():
+            check_replayable(self.module, device, lambda: self._call(self.own, leaves))
         self.draws = not torch.equal(_generator(device), drawn)
 
     def _capture(self, leaves):
@@ -360,7 +367,7 @@ class _NoTensorHooks(TorchFunctionMode):
         return func(*args, **kwargs or {})
 
 
-def _host_generators(device):
+def host_generators(device):
     """Return the states of the host's generators of random numbers, but that of the device."""
     own = torch.get_rng_state() if device.type == "cuda" else torch.empty(0)
     return pickle.dumps((random.getstate(), np.random.get_state(legacy=False))), bytes(own.numpy())

@@ -74,8 +74,8 @@ def graphed(net, inputs, slack=0.25, fill=None):
         If ``net`` is no module, or its result is not made of tensors.
     RuntimeError
         If the network has forward hooks, makes another number of lists of sites in each call, or
-        some in what ``torch.utils.checkpoint`` computes again, or waits for the GPU though its
-        lists have capacities.
+        some in what ``torch.utils.checkpoint`` computes again, draws random numbers on the host,
+        replaces a buffer in each call, or waits for the GPU though its lists have capacities.
 
     Source: B. Graham's SparseConvNet for the layers; CUDA graphs for the rest.
 

@@ -13,7 +13,7 @@ from ...submanifold.sparse_tensor import SparseTensor
 from ..network.ends import warn
 from ..network.graphs import capture
 from ..network.state import State
-from ..network.training_graphs import Graphs, refuse_hooks
+from ..network.training_graphs import Graphs, check_replayable, refuse_hooks
 from .kept_weights import KeptWeights
 from .unchanged import put_back, unchanged
 
@@ -71,6 +71,7 @@ class Replayed:
             return self._form.taken_apart(self._call(*self._own))
 
         with torch.no_grad(), self._weights.used(), put_back(self.net, self.device):
+            check_replayable(self.net, self.device, call)
             self.graph, self._leaves = capture(call, self._own[0])
         self._state, self._modes = State(self.net, most=math.inf), self._modes_now()
 

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ..network.training_graphs import forked
+from ..network.training_graphs import forked, host_generators
 
 _DROPOUTS = (
     torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d,
@@ -65,7 +65,7 @@ def put_back(net, device):
             for buffer, old in buffers:
                 if not torch.equal(buffer, old):
                     buffer.copy_(old)
-        return any(map(_differ, before, _generators(device)))
+        return _generators(device) != before
 
     try:
         with forked(device):
@@ -75,12 +75,9 @@ def put_back(net, device):
 
 
 def _generators(device):
-    states = [torch.get_rng_state()]
-    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
-
-
-def _differ(a, b):
-    return not torch.equal(a, b)
+    """Return the states of all generators of random numbers that a network may draw from."""
+    own = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    return host_generators(device), bytes(own.numpy())
 
 
 @contextlib.contextmanager
