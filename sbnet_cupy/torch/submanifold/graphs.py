@@ -219,22 +219,22 @@ class _Call(Module):
 
     def forward(self, *tensors):
         """Call the network."""
-        with self._rooms.fixed():
+        with self._rooms.with_capacities():
             result = self.net(*tensors)
             torch.maximum(self.most, self._rooms.seen(self.most), out=self.most)
         return result
 
     def alone(self, *tensors):
         """Call the network, with as many rows as sites."""
-        with self._rooms.samples_fixed():
+        with self._rooms.alone():
             return self.net(*tensors)
 
     def check_rows(self, few, padded):
         """Raise if rows without a point are put at sites."""
-        with self._rooms.samples_fixed():
+        with self._rooms.alone():
             self.net(*few)
             expected, lost = self._rooms.placed()
-        with self._rooms.fixed(keeps=True):
+        with self._rooms.with_capacities(keeps=True):
             self.net(*padded)
             found, more = self._rooms.placed()
         if found != expected:

@@ -21,7 +21,6 @@ _NEAR = 0.05  # of the norm: less than a few rows that do not belong there make
 _ROUNDINGS = 16  # of a number, one after the other
 
 
-
 class Replayed:
     """Calls of a network with tensors, some of which have a row for each point.
 

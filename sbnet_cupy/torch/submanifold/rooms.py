@@ -44,18 +44,22 @@ class Rooms:
 
     Attributes
     ----------
-    most, rows : list of int
-        Sites of each list, the most of the measured calls; and rows of each in the last other one.
-    calls : int
-        How many there were.
+    most : list of int
+        Sites of each list: the most of the measured calls.
+    rows : sequence of int
+        Rows that each list had in the last call with capacities.
     """
 
     def __init__(self, net, slack):
-        self.net, self.slack = net, slack
-        self.most, self.rows, self.calls = [], [], 0
+        self.net, self.slack, self.most, self.rows = net, slack, [], ()
         self._samples, self._names, self._running = [], [], []
-        self._fixed, self._keeps, self._made = False, False, []
-        self._inverses, self._lost, self._twice = [], [], []
+        self._number = None  # of lists in each call, once it is known
+        self._begin(None)
+
+    def _begin(self, how, keeps=False):
+        """Begin a call, which is ``how``: measured, alone, with capacities, or over if None."""
+        self._how, self._keeps = how, keeps
+        self._made, self._inverses, self._lost, self._twice = [], [], [], []
 
     @contextlib.contextmanager
     def measured(self):
@@ -65,41 +69,41 @@ class Rooms:
             hooks.append(module.register_forward_pre_hook(self._entered(name)))
             hooks.append(module.register_forward_hook(self._left, always_call=True))
         try:
-            with self._kept(fixed=False):
+            with self._call("measured"):
                 yield
         finally:
             for hook in hooks:
                 hook.remove()
             self._running.clear()
 
-    def samples_fixed(self):
+    def alone(self):
         """Within this lists have the batch sizes of those that were measured, and no capacity."""
-        return self._kept(fixed=None, keeps=True)
+        return self._call("alone", keeps=True)
 
-    def fixed(self, keeps=False):
-        """Within this lists of a call have the capacities that were measured, and some more.
+    def with_capacities(self, keeps=False):
+        """Within this lists have the capacities that were measured, and some more.
 
         If it ``keeps`` the places of points, :meth:`placed` counts them.
         """
-        return self._kept(fixed=True, keeps=keeps)
+        return self._call("with capacities", keeps)
 
     @contextlib.contextmanager
-    def _kept(self, fixed, keeps=False):
-        self._keeps = keeps
-        before, _CALL.rooms = getattr(_CALL, "rooms", None), self
-        self._fixed, known, made = fixed, self.calls and len(self.most), 0
+    def _call(self, how, keeps=False):
+        before, _CALL.rooms, made = getattr(_CALL, "rooms", None), self, None
+        self._begin(how, keeps)
         try:
             yield
             made = len(self._made)
         finally:
             _CALL.rooms = before
-            self._made, self._inverses, self._lost, self._twice = [], [], [], []
-        if self.calls and made != known:
+            self._begin(None)
+        if self._number is None:
+            self._number = made
+        elif made != self._number:
             raise RuntimeError(
                 "the network must make as many lists of sites in each call, got "
-                f"{made} and {known}; call it itself"
+                f"{made} and {self._number}; call it itself"
             )
-        self.calls += 1
 
     def _entered(self, name):
         def enter(module, inputs):
@@ -113,15 +117,11 @@ class Rooms:
     def take(self, capacity, batch_size):
         """Return the capacity and batch size of the next list; those that are given, if any."""
         number = len(self._made)
-        if self._fixed is not False and number < len(self.most):
+        if self._how != "measured" and number < len(self.most):
             batch_size = self._samples[number] if batch_size is None else batch_size
-            if self._fixed and capacity is None:
-                capacity = self.capacity(number)
+            if self._how == "with capacities" and capacity is None:
+                capacity = math.ceil(self.most[number] * (1 + self.slack))
         return capacity, batch_size
-
-    def capacity(self, number):
-        """Return how many sites a list has room for, if the network does not say it itself."""
-        return math.ceil(self.most[number] * (1 + self.slack))
 
     def note(self, coordinates, inverse, rows, sample):
         """Note a list that was made; see :func:`note`."""
@@ -129,7 +129,7 @@ class Rooms:
         self._made.append((coordinates.count, coordinates.capacity))
         if inverse is not None and self._keeps:
             self._inverses.append(inverse)
-        if self._fixed is False:
+        if self._how == "measured":
             self._measure(number, coordinates)
         elif rows is not None or sample is not None:
             there = rows[:, 0] >= 0 if sample is None else sample >= coordinates.batch_size
