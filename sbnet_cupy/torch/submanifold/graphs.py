@@ -31,9 +31,10 @@ def graphed(net, inputs, slack=0.25, fill=None):
     captured again when weights or attributes have changed; gradients are not computed. Weights that
     are written to past autograd's versions, through ``weight.data`` or NumPy, do not show that they
     changed: make the graph again. Of a network in training it holds results and gradients.
-    There is memory for one call: its gradients must be computed before the next call, and once. To
-    make it changes neither the network nor the state of the random generators. On a CPU there is no
-    graph, and ``run`` calls the network.
+    There is memory for one call: its gradients must be computed before the next call, and once.
+    What only results in no loss depend on has the gradient 0, not None. To make the graph changes
+    neither the network nor the state of the random generators. On a CPU there is no graph, and
+    ``run`` calls the network.
 
     Parameters
     ----------
