@@ -22,6 +22,8 @@ CuPy's is :mod:`.native`; each adapter has its own, whose operations are differe
 the defaults of the public functions.
 """
 
+from ..core.sizes import pair
+
 
 def gathered_convolution(
     ops, x, w, active, block_params, base, *, strides, scale=None, bias=None, activation=None,
@@ -30,11 +32,32 @@ def gathered_convolution(
     """Return ``sparse_conv2d`` by way of the stack: gather, convolve, scatter over the base."""
     layout = layout_of_stack(channels_last)
     blocks = ops.gather(x, *active, *grid_of(block_params), **layout)
+    sizes = slice(1, 3) if channels_last else slice(2, 4)
+    image_hw, result_hw = x.shape[sizes], base.shape[sizes]
+    blocks = zero_unread(ops, blocks, active, block_params, strides, image_hw, result_hw)
     blocks = ops.convolve(
         blocks, w, strides=strides, padding="VALID", scale=scale, bias=bias, activation=activation,
         w_format=w_format, precision=precision,
     )  # fmt: skip
     return ops.scatter(blocks, *active, base, block_params.bsize_out, **layout, out=out)
+
+
+def zero_unread(ops, blocks, active, block_params, strides, image_hw, result_hw):
+    """Return the NHWC stack with zeros where no window of the result reads the image.
+
+    With strides, an image may have pixels past its last window. Blocks that extend beyond the
+    result have them, and their NaN and infinity would be in gradients, times 0.
+    """
+    read_hw = tuple(
+        min(size, offset + b + (p - b_out) * s)
+        for size, offset, b, p, b_out, s in zip(
+            image_hw, block_params.boffset, block_params.bsize, result_hw, block_params.bsize_out,
+            pair(strides, "strides"), strict=True,
+        )
+    )  # fmt: skip
+    if read_hw == tuple(image_hw):
+        return blocks
+    return ops.zero_outside(blocks, *active, block_params, read_hw)
 
 
 def residual_unit(

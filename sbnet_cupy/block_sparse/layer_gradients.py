@@ -10,7 +10,7 @@ the result. Arrays whose values they do not need may be shapes and dtypes alone.
 from .block_params import BlockParams
 from .bottleneck.res_block import RES_BLOCK
 from .bottleneck.weights import BottleneckWeights
-from .compositions import grid_of, layout_of_stack, residual_unit
+from .compositions import grid_of, layout_of_stack, residual_unit, zero_unread
 
 
 def conv_saves(arrays, options):
@@ -38,6 +38,8 @@ def conv_gradient(ops, arrays, options, grad, wanted, result):
     if not wanted - {"base"}:
         return found
     blocks = ops.gather(x, *active, *grid, **layout)
+    sizes = slice(1, 3) if data_format == "NHWC" else slice(2, 4)
+    blocks = zero_unread(ops, blocks, active, params, strides, x.shape[sizes], grad.shape[sizes])
     if activation == "relu":
         y = ops.gather(result, *active, shown, **layout)
         stack = ops.activation_backward(stack, y, "relu")

@@ -120,3 +120,20 @@ def test_gradients_of_the_layers(sbj, place, check_grads, jax):
     check_grads(unit, (*doubles(place, X), weights), order=1)
     gradient = jax.grad(lambda weights: unit(place.make(X.astype("f8")), weights).sum())(weights)
     assert type(gradient) is sb.BottleneckWeights and float(abs(gradient.w2).sum()) > 0
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_nan_past_the_last_window_is_in_no_gradient(jax, sbj, place, activation):
+    """With strides an image may have pixels that no window reads, but a block beyond its result."""
+    x, w, mask = normal(1, 8, 9, 2), normal(3, 3, 2, 3, seed=1), np.ones((1, 8, 9), bool)
+    wild = x.copy()  # windows read 7 rows and 7 columns
+    wild[:, 7:], wild[:, :, 7:] = np.nan, np.inf
+    options = {"bsize": 4, "strides": (2, 4), "padding": "VALID", "activation": activation}
+
+    def loss(x, w):
+        return sbj.sparse_conv2d(x, w, place.make(mask), capacity=2, **options).sum()
+
+    gradients = jax.jit(jax.grad(loss, (0, 1)))
+    calm, found = (gradients(*map(place.make, (image, w))) for image in (x, wild))
+    for a, b in zip(found, calm, strict=True):
+        np.testing.assert_array_equal(to_numpy(a), to_numpy(b))

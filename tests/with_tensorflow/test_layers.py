@@ -152,3 +152,22 @@ def test_images_of_no_channels(tf, sbt):
         assert [g.shape for g in found] == [t.shape for t in (x, w, bias)]
         assert to_numpy(found[2]).sum() == expected.sum()
     assert sbt.mask_conv2d(x, w, tf.constant(mask)).shape == (1, 8, 7, 4)
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("method", ["gather", "fused"])
+def test_nan_past_the_last_window_is_in_no_gradient(tf, sbt, activation, method):
+    """With strides an image may have pixels that no window reads, but a block beyond its result."""
+    x, w, mask = normal(1, 8, 9, 2), normal(3, 3, 2, 3, seed=1), np.ones((1, 8, 9), bool)
+    wild = x.copy()  # windows read 7 rows and 7 columns
+    wild[:, 7:], wild[:, :, 7:] = np.nan, np.inf
+    options = {"bsize": 4, "strides": (2, 4), "padding": "VALID", "activation": activation}
+    found = []
+    for values in (x, wild):
+        given = [tf.constant(values), tf.constant(w)]
+        with tf.GradientTape() as tape:
+            tape.watch(given)
+            y = sbt.sparse_conv2d(*given, tf.constant(mask), method=method, **options)
+        found.append([to_numpy(g) for g in tape.gradient(y, given)])
+    for a, b in zip(*found, strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -319,3 +319,20 @@ def test_forward_mode_is_refused(st, torch):
     ):
         with pytest.raises(NotImplementedError, match="forward-mode"):
             run()
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu"])
+def test_nan_past_the_last_window_is_in_no_gradient(st, torch, device, activation):
+    """With strides an image may have pixels that no window reads, but a block beyond its result."""
+    shapes = (1, 8, 9, 2), (3, 3, 2, 3), (3,)
+    x, w, bias = (leaf(torch, *shape, device=device) for shape in shapes)
+    wild = x.detach().clone()  # windows read 7 rows and 7 columns
+    wild[:, 7:], wild[:, :, 7:] = torch.nan, torch.inf
+    mask = torch.ones(1, 8, 9, dtype=torch.bool, device=device)
+    options = {"bsize": 4, "strides": (2, 4), "padding": "VALID", "activation": activation}
+    found = []
+    for image in (x, wild.requires_grad_()):
+        y = st.sparse_conv2d(image, w, mask, bias=bias, **options)
+        found.append((y, *torch.autograd.grad(y.sin().sum(), (image, w, bias))))
+    for a, b in zip(*found, strict=True):
+        assert_same(b.detach(), a.detach())

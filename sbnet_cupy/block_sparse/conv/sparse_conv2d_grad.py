@@ -7,6 +7,7 @@ from ...core.operator import Operator, Plan
 from ...core.spec import spec_of
 from ...dense.conv2d import check_per_channel, resolve_problem
 from ...dense.conv2d_grad import check_grad, check_wanted, convolution_gradients
+from .. import native
 from ..active_grid import check_active_grid
 from ..block_params import BlockParams, calc_block_params
 from ..checks import (
@@ -16,6 +17,7 @@ from ..checks import (
     check_indices,
     plain_params,
 )
+from ..compositions import zero_unread
 from ..from_mask import takes_blocks_from
 from ..gather_scatter.sparse_gather import sparse_gather
 from ..gather_scatter.sparse_gather_grad import sparse_gather_grad
@@ -164,6 +166,7 @@ def _plan(specs, options):
     """Check all arguments; return the plan of the call."""
     problem, block_params = _resolve(specs, options)
     wanted = options[-1]
+    image_hw = specs[1].shape[1:3] if problem.channels_last else specs[1].shape[2:]
     layout = {
         "data_format": "NHWC" if problem.channels_last else "NCHW",
         "transpose": not problem.channels_last,  # NHWC stacks
@@ -182,6 +185,8 @@ def _plan(specs, options):
         given = {"x": x, "w": w, "bias": bias}
         names = {name for name in given if given[name] is not None and name in wanted}
         blocks = sparse_gather(x, *indices, **grid, **layout)
+        sizes = problem.strides, image_hw, problem.out_size
+        blocks = zero_unread(native, blocks, indices, block_params, *sizes)
         gradients = convolution_gradients(
             grad_blocks, blocks, w, None, bias, problem=stack, wanted=names
         )

@@ -11,6 +11,7 @@ from conftest import Library
 from sbnet_cupy import ShapeError, calc_block_params, sparse_conv2d_grad
 from sbnet_cupy.dense.activation import ACTIVATIONS
 from support import conv_oracles as oracles
+from support.adapter_cases import normal
 from support.assertions import assert_same, to_numpy
 from support.conv_cases import ORDER
 from support.sparse_conv_cases import Case, cases
@@ -162,6 +163,23 @@ def test_nan_outside_active_blocks_goes_nowhere(xp):
         options = {"bias": bias, "activation": activation}
         first, second = (run(case, xp, g, x, w, **options) for g in (wild, calm))
         for a, b in zip(first[:3], second[:3], strict=True):
+            assert_same(a, b)
+
+
+def test_nan_past_the_last_window_goes_nowhere(xp):
+    """With strides an image may have pixels that no window reads, but a block beyond its result."""
+    x, w = normal(1, 8, 9, 2), normal(3, 3, 2, 3, seed=1)  # windows read 7 rows and 7 columns
+    wild, mask = x.copy(), np.ones((1, 8, 9), bool)
+    wild[:, 7:], wild[:, :, 7:] = np.nan, np.inf
+    options = {"bsize": 4, "strides": (2, 4), "padding": "VALID", "bias": xp.asarray(w[0, 0, 0])}
+    for activation in ACTIVATIONS:
+        given = [xp.asarray(a) for a in (normal(1, 3, 2, 3, seed=2), w, mask)]
+        calm, found = (
+            sparse_conv2d_grad(given[0], xp.asarray(image), *given[1:], **options,
+                               activation=activation)
+            for image in (x, wild)
+        )  # fmt: skip
+        for a, b in zip(found[:3], calm[:3], strict=True):
             assert_same(a, b)
 
 
