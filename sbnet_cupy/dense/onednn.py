@@ -10,8 +10,9 @@ The convolutions of PyTorch and TensorFlow come from oneDNN. Its implementation
 
 Seen with oneDNN 3.7.3 (TensorFlow 2.21) and 3.12.0 (PyTorch 2.13), for any number of images and
 output channels, in about two thirds of such calls; in none of 35,000 others, in none with AVX2, and
-in no gradient. A result of one column needs no step: cut to the columns that the kernel sees, the
-same convolution has a step of 1.
+in no gradient. But in bfloat16, and with any step along the height, the gradient of a kernel of one
+column reads past the end of the images, and is NaN where that is. A result of one column needs no
+step: cut to the columns that the kernel sees, the same convolution has a step of 1.
 """
 
 

@@ -75,14 +75,23 @@ def _forward(x, w, strides, precision):
         axes = zip(x.shape[1:3], w.shape[2:], strides, strict=True)
         size = [(n - k) // s + 1 for n, k, s in axes]
         return x.new_zeros(x.shape[0], *size, w.shape[0])
-    step = None if x.is_cuda else step_to_one_column(x.shape[3], x.shape[2], w.shape[3], strides)
-    if step is not None:
-        x, strides = x[:, :, : w.shape[3]], step
+    x, strides, _ = _one_column(x, w, strides)
     with exactly(precision, x):
         y = torch.ops.aten.convolution(
             x.permute(0, 3, 1, 2), w, None, strides, (0, 0), (1, 1), False, (0, 0), 1
         )
     return y.permute(0, 2, 3, 1).contiguous()
+
+
+def _one_column(x, w, strides):
+    """Return the image and strides of an equal convolution, and the columns that it leaves out.
+
+    They are other ones where oneDNN gets the result or, in bfloat16, the gradient wrong.
+    """
+    step = None if x.is_cuda else step_to_one_column(x.shape[3], x.shape[2], w.shape[3], strides)
+    if step is None:
+        return x, strides, 0
+    return x[:, :, : w.shape[3]], step, x.shape[2] - w.shape[3]
 
 
 def _forward_backward(ctx, grad):
@@ -95,11 +104,14 @@ def _forward_backward(ctx, grad):
 def _backward(grad, x, w, strides, precision, for_x, for_w):
     if not x.is_cuda:
         w = w.contiguous()  # the CPU's own convolution refuses others where it has to find dw
+    x, strides, unread = _one_column(x, w, strides)
     with exactly(precision, x):
         dx, dw, _ = torch.ops.aten.convolution_backward(
             grad.permute(0, 3, 1, 2), x.permute(0, 3, 1, 2), w, None, strides, (0, 0), (1, 1),
             False, (0, 0), 1, (for_x, for_w, False),
         )  # fmt: skip
+    if for_x and unread:
+        dx = torch.nn.functional.pad(dx, (0, unread))
     return (
         dx.permute(0, 2, 3, 1).contiguous() if for_x else x.new_empty(0),
         dw.contiguous() if for_w else w.new_empty(0),

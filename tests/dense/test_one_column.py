@@ -54,6 +54,27 @@ def test_torch_gradients(torch, st, kernel, block, strides):
         assert_close(narrow, wide, terms=400, dtype=np.float32, magnitude=np.abs(wide).max() * 4)
 
 
+@pytest.mark.parametrize("strides", [(1, 2), (2, 2)])
+@pytest.mark.parametrize("kernel", [(1, 1), (2, 1)])
+@pytest.mark.parametrize("width", [1, 2])
+def test_torch_gradients_in_bfloat16(torch, st, width, kernel, strides):
+    """oneDNN reads the pixel past the end of the images, too: that of the kernel was NaN."""
+    from sbnet_cupy.torch._convolve import convolve_backward
+
+    x = normal(3, 9, width, 1, dtype=np.float32)
+    w, grad = normal(2, 1, *kernel, seed=1), normal(3, (9 - kernel[0]) // strides[0] + 1, 1, 2)
+    given = [torch.from_numpy(a).bfloat16() for a in (grad, x, w)]
+    memory = torch.full((given[1].numel() + 1000,), torch.nan).bfloat16()
+    memory[:-1000] = given[1].flatten()
+    given[1] = memory[:-1000].view(given[1].shape)
+    options = [*strides], None, True, True
+    narrow = convolve_backward(*given, *options)
+    wide = convolve_backward(*map(torch.Tensor.double, given), *options)
+    for actual, exact in zip(narrow, wide, strict=True):
+        assert actual.shape == exact.shape
+        assert (actual.double() - exact).abs().max() <= 2.0**-6 * exact.abs().max()
+
+
 @pytest.mark.parametrize(("kernel", "block", "strides"), CASES)
 def test_tensorflow(sbt, call_tensors, tf, kernel, block, strides):
     x, w, params, active = case(kernel, block, strides)
