@@ -19,6 +19,7 @@ from ...core.point_cells import number
 from ...core.sizes import is_integer, pair
 from ...core.spec import spec_of
 from ...errors import DTypeError, ShapeError
+from ..checks import cut_blocks
 from .birds_eye import birds_eye
 
 __all__ = ["birds_eye", "blobs", "change", "dilate", "downsample", "threshold", "top_left"]
@@ -253,8 +254,8 @@ def downsample(mask, factor):
     array([[[0, 0, 1]]])
     """
     mask = _mask(mask)
-    fh, fw = pair(factor, "factor")
     n, h, w = mask.shape
+    fh, fw = cut_blocks(pair(factor, "factor"), (h, w))  # there is no memory for pixels beyond
     out_h, out_w = -(-h // fh), -(-w // fw)
     mask = namespace(mask).pad(mask, ((0, 0), (0, out_h * fh - h), (0, out_w * fw - w)))
     return mask.reshape(n, out_h, fh, out_w, fw).any(axis=(2, 4))

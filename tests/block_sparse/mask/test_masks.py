@@ -238,6 +238,14 @@ def test_downsample_looks_at_the_pixels_under(mask, factor, xp):
     assert_same(run(xp, masks.downsample, mask, factor=factor), expected)
 
 
+@pytest.mark.parametrize("factor", [(2**20, 2**20), (2**70, 3)])
+def test_downsample_to_one_pixel_takes_no_more_memory_for_large_factors(xp, factor):
+    mask = np.zeros((2, 5, 3), bool)
+    mask[1, 4, 2] = True
+    result = run(xp, masks.downsample, mask, factor=factor)
+    assert_same(result, np.array([[[False]], [[True]]]))
+
+
 @given(mask=bool_masks)
 def test_neutral_sizes_copy(mask):
     for result in (masks.dilate(mask, 0), masks.downsample(mask, 1)):
