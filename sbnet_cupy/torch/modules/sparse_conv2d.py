@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from ...block_sparse.block_params import calc_block_params
+from ...core.sizes import pair
 from ...dense.packed_weights import PackedWeights
 from .._dispatch_state import HOOKS, parameters_of
 from ..layers import sparse_conv2d
@@ -59,6 +60,8 @@ class SparseConv2d(BlockModule, torch.nn.Conv2d):
         why = refusal(self)
         if why is not None:
             raise NotImplementedError(f"SparseConv2d has no {why}; keep this convolution dense")
+        pair(self.kernel_size, "kernel_size")
+        pair(self.stride, "stride")
         self._configure(block_size, capacity, precision, method)
         self.activation = activation
 
