@@ -36,6 +36,14 @@ def as_number_in(name, value, dtype, hint):
     return int(number)
 
 
+def generator_of(seed):
+    """Return NumPy's generator of random numbers that a seed starts, or raise."""
+    try:
+        return np.random.default_rng(seed)
+    except (TypeError, ValueError):
+        raise ValueError(f"seed must be a non-negative integer, got {seed!r}") from None
+
+
 def _float(name, value):
     number = _held_by(name, value) if getattr(value, "shape", None) == () else value
     if not isinstance(number, Real):

@@ -11,6 +11,8 @@ from ...core.arrays import ArrayContainer, array_function, compute_dtype, is_flo
 from ...core.byte_order import check_byte_orders
 from ...core.checks import check_array, check_contiguous
 from ...core.packed import Packed
+from ...core.scalars import generator_of
+from ...core.sizes import is_integer
 from ...core.spec import spec_of
 from ...dense.conv2d import check_precision
 from ...errors import DTypeError, ShapeError
@@ -75,13 +77,16 @@ class BottleneckWeights(ArrayContainer):
         seed : int
             Same seed, same weights, in every library.
         """
-        rng = np.random.default_rng(seed)
+        rng = generator_of(seed)
         cout = cin if cout is None else cout
+        for name, channels in (("cin", cin), ("cmid", cmid), ("cout", cout)):
+            if not is_integer(channels) or channels < 0:
+                raise ShapeError(f"{name} must be a non-negative integer, got {channels!r}")
         if str(dtype) == "bfloat16":
             dtype = libraries.bfloat16("dtype")
 
         def kernel(*shape):
-            return rng.standard_normal(shape) * np.sqrt(2 / np.prod(shape[:3]))
+            return rng.standard_normal(shape) * np.sqrt(2 / max(np.prod(shape[:3]), 1))
 
         kernels = kernel(1, 1, cin, cmid), kernel(3, 3, cmid, cmid), kernel(1, 1, cmid, cout)
         tables = []

@@ -16,6 +16,7 @@ from ...core.arrays import array_function, is_float, namespace
 from ...core.byte_order import check_byte_orders
 from ...core.checks import check_array
 from ...core.point_cells import number
+from ...core.scalars import generator_of
 from ...core.sizes import is_integer, pair
 from ...core.spec import spec_of
 from ...errors import DTypeError, ShapeError
@@ -109,7 +110,7 @@ def blobs(shape, density, *, sigma=8.0, seed=0, xp=np, dtype: Any = bool):
     mask = np.zeros((n, h * w), dtype=dtype)
     spread = min(spread, 1e100)  # which leaves the mean alone, and has a square
     if mask.size:
-        noise = np.random.default_rng(seed).standard_normal((n, h, w))
+        noise = generator_of(seed).standard_normal((n, h, w))
         frequency = np.fft.fftfreq(h)[:, None] ** 2 + np.fft.rfftfreq(w) ** 2
         gaussian = np.exp(-2 * (math.pi * spread) ** 2 * frequency)
         noise = np.fft.irfft2(np.fft.rfft2(noise) * gaussian, s=(h, w))

@@ -344,6 +344,26 @@ def test_random_weights(xp, dtype):
     assert BottleneckWeights.random(6, 2).w3.shape == (1, 1, 2, 6)
 
 
+@pytest.mark.parametrize(
+    ("name", "sizes", "options", "error"),
+    [
+        ("cin", (2.5, 3), {}, ShapeError),
+        ("cmid", (4, "3"), {}, ShapeError),
+        ("cmid", (4, True), {}, ShapeError),
+        ("cout", (4, 3, -1), {}, ShapeError),
+        ("seed", (4, 3), {"seed": -1}, ValueError),
+        ("seed", (4, 3), {"seed": 0.5}, ValueError),
+    ],
+)
+def test_random_weights_name_a_wrong_argument(name, sizes, options, error):
+    with pytest.raises(error, match=f"^{name} must be a non-negative integer, got "):
+        BottleneckWeights.random(*sizes, **options)
+
+
+def test_random_weights_of_no_channels():
+    assert BottleneckWeights.random(0, 3).w1.shape == (1, 1, 0, 3)
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_folded_batch_norm(xp, dtype):
     """``(t - mean) / sqrt(variance + eps) * gamma + beta`` is ``t * scale + shift``."""

@@ -294,6 +294,8 @@ MASK = np.zeros((1, 3, 3), bool)
         (masks.blobs, ((3, 3), -0.1), {}, ValueError, "density"),
         (masks.blobs, ((3, 3), 0.5), {"sigma": -1}, ValueError, "sigma"),
         (masks.blobs, ((3, 3), 0.5), {"sigma": math.inf}, ValueError, "sigma"),
+        (masks.blobs, ((3, 3), 0.5), {"seed": -1}, ValueError, "seed"),
+        (masks.blobs, ((3, 3), 0.5), {"seed": "a"}, ValueError, "seed"),
         (masks.threshold, ([[1, 2]], 1), {}, DTypeError, "picture"),
         (masks.threshold, (np.zeros(3), 1), {}, ShapeError, "picture"),
         (masks.threshold, (PICTURE.astype(complex), 1), {}, DTypeError, "picture"),
