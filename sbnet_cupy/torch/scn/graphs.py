@@ -184,6 +184,8 @@ class _Call(Module):
     were listed twice.
     """
 
+    unique = "in mode 0"
+
     def __init__(self, net, layer, samples, capacities, device):
         super().__init__()
         self.net, self.samples, self.capacities, self._input = net, samples, capacities, [layer]
@@ -221,16 +223,6 @@ class _Call(Module):
     def check_rows(self, few, padded):
         """Raise if rows without a point are put at sites: none is, as their sample is -1."""
 
-    def lacking(self, most):
-        """Return what there was no room for in calls, by the most that they had, as phrases."""
-        *counts, outside, twice = most
-        found = [
-            f"layer {self._names[layer]!r} had {n} sites, with room for {room}"
-            for (layer, room), n in zip(self.capacities.items(), counts, strict=True)
-            if n > room
-        ]
-        if outside:
-            found.append(f"{outside} points lay outside of the grid or the samples")
-        if twice:
-            found.append("sites were listed twice in mode 0")
-        return found
+    def lists(self):
+        """Return the name of each layer that makes sites, and its rows."""
+        return [(f"layer {self._names[m]!r}", rows) for m, rows in self.capacities.items()]

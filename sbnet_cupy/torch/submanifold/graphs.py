@@ -213,6 +213,8 @@ class _Run:
 class _Call(Module):
     """A call of a network whose lists of sites have room; ``most`` is the most of all calls."""
 
+    unique = 'with mode="unique"'
+
     def __init__(self, net, rooms, device):
         super().__init__()
         self.net, self._rooms = net, rooms
@@ -250,9 +252,9 @@ class _Call(Module):
                 "into voxels by voxelize, which drops those outside, or make their sample -1"
             )
 
-    def lacking(self, most):
-        """Return what there was no room for."""
-        return self._rooms.lacking(most)
+    def lists(self):
+        """Return the name of each list of sites, and its rows."""
+        return self._rooms.lists()
 
 
 def _fill_of(k, dtype, number):

@@ -29,8 +29,10 @@ class Replayed:
     call : Module
         Calls the network with padded tensors. ``call.alone(*tensors)`` does with others, of any
         number of points; ``call.check_rows(few, padded)`` raises where rows without a point are at
-        sites; ``call.most`` is an int32 tensor of the most that was seen in calls, and
-        ``call.lacking(most)`` says what there was no room for, as phrases.
+        sites. ``call.most`` is an int32 tensor of the most that was seen in calls: the sites of
+        each list, points that are at none, and whether sites were listed twice.
+        ``call.lists()`` returns the name of each list and its rows, and ``call.unique`` says where
+        no site may be listed twice.
     net : Module
         The network.
     tensors : sequence of tensor
@@ -230,7 +232,16 @@ class Replayed:
 
     def _lacking(self, most):
         """Return what there was no room for, as a sentence, or nothing."""
-        found = self._call.lacking(most)
+        *counts, outside, twice = most
+        found = [
+            f"{name} had {n} sites, with room for {rows}"
+            for (name, rows), n in zip(self._call.lists(), counts, strict=True)
+            if n > rows
+        ]
+        if outside:
+            found.append(f"{outside} points lay outside of the grid or the samples")
+        if twice:
+            found.append(f"sites were listed twice {self._call.unique}")
         return f"{', '.join(found)}; what there was no room for was dropped" if found else ""
 
 

@@ -161,20 +161,10 @@ class Rooms:
         """Return how many points of each list are at sites, and how many are lost; wait."""
         return [int((inverse >= 0).sum()) for inverse in self._inverses], sum(map(int, self._lost))
 
-    def lacking(self, seen):
-        """Return what there was no room for in calls, by the most that they had, as phrases."""
-        *counts, lost, twice = seen
-        found = [
-            f"{self._name(number)} had {n} sites, with room for {rows}"
-            for number, (n, rows) in enumerate(zip(counts, self.rows, strict=True))
-            if n > rows
-        ]
-        if lost:
-            found.append(f"{lost} points lay outside of the grid or the samples")
-        if twice:
-            found.append('sites were listed twice with mode="unique"')
-        return found
-
-    def _name(self, number):
-        name = self._names[number]
-        return f"layer {name!r}" if name else f"list {number} of sites"
+    def lists(self):
+        """Return the name of each list, and the rows that it had in the last call."""
+        names = (
+            f"layer {name!r}" if name else f"list {number} of sites"
+            for number, name in enumerate(self._names)
+        )
+        return list(zip(names, self.rows, strict=True))

@@ -63,18 +63,19 @@ def coordinate_map(
             [0, 5, 5]], dtype=torch.int32)
     """
     check_tensors(indices=indices)
-    shape = _sizes(spatial_shape)
-
-    def reduce(rows, *options):
-        return core.reduce_rows(rows, shape, *options)
-
-    return _listed(reduce, (batch_size, mode, order, capacity), indices)[:2]
+    return _listed(_in_grid(spatial_shape), (batch_size, mode, order, capacity), indices)[:2]
 
 
 def _sizes(shape):
     """Return a spatial shape that is a tensor of one axis on the CPU as a list."""
     is_listed = isinstance(shape, torch.Tensor) and shape.dim() == 1 and shape.device.type == "cpu"
     return shape.tolist() if is_listed else shape
+
+
+def _in_grid(spatial_shape):
+    """Return what reduces rows to the sites of a grid, as ``_listed`` takes it."""
+    shape = _sizes(spatial_shape)
+    return lambda rows, *options: core.reduce_rows(rows, shape, *options)
 
 
 def _listed(reduce, options, *tensors, drops=False):
@@ -155,12 +156,8 @@ def with_inverse(features, indices, spatial_shape, batch_size, mode, order="leaf
     check_floats(features)
     check_array("indices", spec_of_tensor(indices), ndim=2)
     check_rows(features, indices)
-    shape = _sizes(spatial_shape)
-
-    def reduce(rows, *options):
-        return core.reduce_rows(rows, shape, *options)
-
-    coordinates, inverse, how = _listed(reduce, (batch_size, mode, order, capacity), indices)
+    options = batch_size, mode, order, capacity
+    coordinates, inverse, how = _listed(_in_grid(spatial_shape), options, indices)
     return SparseTensor(_reduced(features, how, mode), coordinates), inverse
 
 
