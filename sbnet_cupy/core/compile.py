@@ -106,35 +106,64 @@ def load(stem, kernel, template, shared):
     """Return a launchable function: from disk if it is there and whole, else compiled."""
     import cupy
 
-    capability = cupy.cuda.Device().compute_capability
-    expression = name_expression(kernel, template)
-    path, symbol = _cubin_on_disk(stem, expression, architecture(capability))
+    path, symbol = cubin_on_disk(stem, name_expression(kernel, template), current_architecture())
     function = cupy.RawModule(path=str(path)).get_function(symbol)
     if shared > SHARED_BY_DEFAULT:
         function.max_dynamic_shared_size_bytes = shared
     return function
 
 
-def _cubin_on_disk(stem, expression, arch):
-    """Return (path of the cubin, symbol). A truncated or foreign file is compiled again."""
-    from cupy.cuda import nvrtc
+def current_architecture():
+    """Return NVRTC's name for the current device's compute capability."""
+    import cupy
 
-    digest = hashlib.sha256(
-        json.dumps([stem, expression, _options(arch), nvrtc.getVersion(), _source_hash()]).encode()
-    ).hexdigest()
-    cubin = _cache_dir() / f"{Path(stem).name}-{digest[:32]}.cubin"
-    note = cubin.with_suffix(".json")
-    try:
-        known = json.loads(note.read_text(encoding="utf-8"))
-        if known["sha256"] == hashlib.sha256(cubin.read_bytes()).hexdigest():
-            return cubin, known["symbol"]
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        pass  # nothing kept yet, or not what we wrote: compile
+    return architecture(cupy.cuda.Device().compute_capability)
+
+
+def cubin_on_disk(stem, expression, arch):
+    """Return (path of the cubin, symbol). A truncated or foreign file is compiled again."""
+    cubin = _path_of(stem, expression, arch)
+    symbol = _kept_symbol(cubin)
+    if symbol is not None:
+        return cubin, symbol
     code, symbols, _ = compile_cubin(stem, [expression], arch)
     _replace(cubin, code)
     known = {"sha256": hashlib.sha256(code).hexdigest(), "symbol": symbols[expression]}
-    _replace(note, json.dumps(known).encode())
+    _replace(cubin.with_suffix(".json"), json.dumps(known).encode())
     return cubin, known["symbol"]
+
+
+def is_on_disk(stem, expression, arch):
+    """Whether an instantiation was compiled, and is kept whole."""
+    return _kept_symbol(_path_of(stem, expression, arch)) is not None
+
+
+def path_on_disk(stem, what, arch):
+    """Return the path of what is kept for an architecture, a name without a suffix.
+
+    It is another for other sources, options and versions of NVRTC.
+    """
+    from cupy.cuda import nvrtc
+
+    digest = hashlib.sha256(
+        json.dumps([stem, what, _options(arch), nvrtc.getVersion(), _source_hash()]).encode()
+    ).hexdigest()
+    return _cache_dir() / f"{Path(stem).name}-{digest[:32]}"
+
+
+def _path_of(stem, expression, arch):
+    """Return the path of the cubin of an instantiation."""
+    return path_on_disk(stem, expression, arch).with_suffix(".cubin")
+
+
+def _kept_symbol(cubin):
+    """Return the symbol of a cubin that is kept whole; None of one to be compiled."""
+    try:
+        known = json.loads(cubin.with_suffix(".json").read_text(encoding="utf-8"))
+        whole = known["sha256"] == hashlib.sha256(cubin.read_bytes()).hexdigest()
+        return known["symbol"] if whole else None
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None  # nothing kept yet, or not what we wrote
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import threading
 import numpy as np
 
 from .compile import SHARED_BY_DEFAULT, load
+from .compile_ahead import REHEARSAL
 from .device import driver, has_dependent_launch, sm_count
 from .tensor_map import encode
 
@@ -69,6 +70,10 @@ def prepare(
     parameters = _PARAMETERS.get(key)
     if parameters is None:
         if function not in _LOADED:
+            if REHEARSAL.kernels is not None:
+                REHEARSAL.kernels[stem, kernel, template] = None
+                sizes = (grid, block, pointers, scalars, shared, persistent, dependent, cluster)
+                return Later(lambda: prepare(stem, kernel, template, *sizes, maps))
             _LOADED[function] = load(stem, kernel, template, shared)
         parameters = _PARAMETERS[key] = _make_parameters(_LOADED[function], *key[1:])
     extent = _extent(grid)
@@ -237,6 +242,9 @@ class _Launch:
         call, parameters = self._call, self._parameters
         if call is None:
             return
+        if REHEARSAL.kernels is not None:
+            REHEARSAL.skipped(addresses)
+            return
         with parameters.lock:
             if parameters.scalars is not self._scalars:
                 parameters.take(self._scalars)
@@ -289,23 +297,48 @@ class Later:
     def __init__(self, prepare):
         self._prepare = prepare
 
-    @functools.cached_property
-    def on(self):
-        """As that of the launch."""
-        return self._launch.on
-
-    @functools.cached_property
-    def bound(self):
-        """As that of the launch."""
-        return self._launch.bound
-
     def __call__(self, *arrays):
         """Launch on the current stream; None is a null pointer."""
-        self._launch(*arrays)
+        self._prepared()(*arrays)
 
-    @functools.cached_property
-    def _launch(self):
-        return self._prepare()
+    def on(self, stream, addresses):
+        """As that of the launch."""
+        self._prepared().on(stream, addresses)
+
+    def bound(self, arrays, given):
+        """As that of the launch; in a rehearsal it is bound later."""
+        launch = self._prepared()
+        if launch is _NOTHING:
+            return Later(lambda: self._prepared().bound(arrays, given))
+        return launch.bound(arrays, given)
+
+    def _prepared(self):
+        """Return the launch; in a rehearsal nothing, where its kernel is not loaded."""
+        launch = self._prepare()
+        if REHEARSAL.kernels is not None and (launch is _NOTHING or isinstance(launch, Later)):
+            return _NOTHING
+        self._prepared = lambda: launch
+        self.on = launch.on  # straight from now on
+        return launch
+
+
+class _Nothing:
+    """What a rehearsal launches."""
+
+    def __call__(self, *arrays):
+        """Say which arrays a kernel is not launched with."""
+        self.on(None, [0 if array is None else array.data.ptr for array in arrays])
+
+    def on(self, stream, addresses):
+        """Say which addresses a kernel is not launched with."""
+        REHEARSAL.skipped(addresses)
+
+    def bound(self, arrays, given):
+        """Return itself."""
+        return self
+
+
+_NOTHING = _Nothing()
 
 
 class Series:

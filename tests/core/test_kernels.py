@@ -1,11 +1,13 @@
 """From a template to machine code, without a GPU: names, NVRTC, the cache on disk, parameters."""
 
 import ctypes
+import functools
 import os
 import re
 import shutil
 import stat
 import sys
+import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +19,7 @@ import pytest
 
 import sbnet_cupy
 from sbnet_cupy import DeviceError, DTypeError
-from sbnet_cupy.core import arrays
+from sbnet_cupy.core import arrays, compile_ahead
 from sbnet_cupy.core import compile as compiling
 from sbnet_cupy.core import launch as kernels
 from support import strategies
@@ -185,7 +187,7 @@ def test_an_unknown_kernel_is_an_error(nvrtc, toy):
 
 
 def on_disk(expression="toy<1>", arch="sm_80"):
-    return compiling._cubin_on_disk("toy", expression, arch)
+    return compiling.cubin_on_disk("toy", expression, arch)
 
 
 def test_a_kernel_is_compiled_once(nvrtc, toy, cache, compiled, forget):
@@ -253,6 +255,39 @@ def test_whatever_matters_changes_the_key(nvrtc, toy, cache, compiled, forget, m
     monkeypatch.setattr(nvrtc, "getVersion", lambda: (99, 9))
     paths.append(on_disk()[0])
     assert len(set(paths)) == len(compiled) == 7
+
+
+def test_kernels_are_compiled_at_once(nvrtc, toy, cache, compiled, monkeypatch):
+    """By several threads, once each; those on disk and those that are loaded are not."""
+    monkeypatch.setattr(compiling, "current_architecture", lambda: "sm_80")
+    together, compile_cubin = threading.Barrier(2, timeout=60), compiling.compile_cubin
+
+    def wait(*arguments):
+        together.wait()
+        return compile_cubin(*arguments)
+
+    on_disk("toy<1>")
+    monkeypatch.setattr(compiling, "compile_cubin", wait)
+    monkeypatch.setattr(compile_ahead, "_processors", lambda: 2)
+    names = {("toy", "toy", (number,)): None for number in (1, 2, 3)}
+    compile_ahead.compile_kernels(names)
+    assert sorted(call[1] for call in compiled) == [["toy<1>"], ["toy<2>"], ["toy<3>"]]
+    compile_ahead.compile_kernels(names)
+    assert len(compiled) == 3
+    assert all(compiling.is_on_disk("toy", f"toy<{n}>", "sm_80") for n in (1, 2, 3))
+    assert not compiling.is_on_disk("toy", "toy<4>", "sm_80")
+
+
+def test_what_was_compiled_is_noted_on_disk(nvrtc, toy, cache, monkeypatch, forget):
+    monkeypatch.setattr(compiling, "current_architecture", lambda: "sm_80")
+    note = compile_ahead.Note("a network")
+    assert not note.is_there()
+    note.write()
+    assert note.is_there() and compile_ahead.Note("a network").is_there()
+    assert not compile_ahead.Note("another").is_there()
+    (toy / "toy.cu").write_text(TOY + "// changed\n")
+    forget()
+    assert not compile_ahead.Note("a network").is_there()
 
 
 def test_the_cache_belongs_to_the_user_alone(cache):
@@ -466,32 +501,80 @@ class Loaded:
         self.max_dynamic_shared_size_bytes = compiling.SHARED_BY_DEFAULT
 
 
-def test_shared_memory_is_allowed_again_when_a_launch_needs_more(monkeypatch):
-    """A template is loaded once; its launches come in any order, and all may run afterwards."""
-    launched, loads = [], []
+@pytest.fixture
+def driver(monkeypatch):
+    """A GPU's driver: the files that were loaded, and the launches, as (function, numbers)."""
+    seen = SimpleNamespace(loads=[], launches=[])
 
     def module(path):
-        loads.append(path)
+        seen.loads.append(path)
         return SimpleNamespace(get_function=Loaded)
-
-    def launch_kernel(function, *rest):
-        *_, shared, _, _, _ = rest
-        assert shared <= function.max_dynamic_shared_size_bytes
-        launched.append(shared)
 
     cuda = SimpleNamespace(
         runtime=SimpleNamespace(getDevice=lambda: 0, setDevice=lambda device: None),
-        driver=SimpleNamespace(launchKernel=launch_kernel, CUDADriverError=RuntimeError),
+        driver=SimpleNamespace(
+            launchKernel=lambda *given: seen.launches.append(given), CUDADriverError=RuntimeError
+        ),
         get_current_stream=lambda device: SimpleNamespace(ptr=55),
         Device=lambda *number: SimpleNamespace(compute_capability="90"),
     )
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda, RawModule=module))
     monkeypatch.setattr(kernels, "_LOADED", {})
     monkeypatch.setattr(kernels, "_PARAMETERS", {})
-    monkeypatch.setattr(compiling, "_cubin_on_disk", lambda *key: ("file.cubin", "symbol"))
+    monkeypatch.setattr(compiling, "cubin_on_disk", lambda *key: ("file.cubin", "symbol"))
+    return seen
+
+
+def test_shared_memory_is_allowed_again_when_a_launch_needs_more(driver):
+    """A template is loaded once; its launches come in any order, and all may run afterwards."""
     sizes = [kib << 10 for kib in (60, 100, 80, 16, 48, 227)]
     prepared = [kernels.prepare("stem", "toy", (1,), 7, 256, 0, (), size) for size in sizes]
     for run in prepared + prepared[::-1]:
         run()
-    assert launched == sizes + sizes[::-1]
-    assert len(loads) == 2  # with the shared memory of every kernel, and with more
+    for function, *_, shared, _, _, _ in driver.launches:
+        assert shared <= function.max_dynamic_shared_size_bytes
+    assert [given[-4] for given in driver.launches] == sizes + sizes[::-1]
+    assert len(driver.loads) == 2  # with the shared memory of every kernel, and with more
+
+
+def test_a_rehearsal_launches_nothing_and_notes_what_is_not_loaded(driver):
+    """What it has prepared is a launch like others when it is over."""
+    known = kernels.prepare("stem", "known", (), 7, 256, 1, ())
+    array, names, skipped = SimpleNamespace(data=SimpleNamespace(ptr=16)), {}, []
+    with compile_ahead.rehearsing(names, skipped.extend):
+        new = kernels.prepare("stem", "new", (1,), 5, 256, 1, (3,))
+        series = kernels.Series((new, (0,)), (known, (0,)))
+        bound = new.bound((None,), (0,))
+        later = kernels.Later(lambda: kernels.prepare("stem", "later", (), 3, 256, 1, ()))
+        for run in (known, new, series, later):
+            run(array)
+            run.on(55, [16])
+        known.bound((None,), (0,)).on(55, [16])
+        bound.on(55, [16])
+    assert list(names) == [("stem", "new", (1,)), ("stem", "later", ())]
+    assert not driver.launches and len(driver.loads) == 1 and skipped == 12 * [16]
+    for run in (known, new, series, later):
+        run(array)
+        run.on(55, [16])
+    bound.on(55, [16])
+    grids = [given[1] for given in driver.launches]
+    assert grids == [7, 7, 5, 5, 5, 7, 5, 7, 3, 3, 5]
+    assert len(driver.loads) == 3
+
+
+def test_a_launch_of_a_rehearsal_may_be_kept(driver):
+    names = {}
+    with compile_ahead.rehearsing(names, lambda addresses: None):
+        make = functools.partial(kernels.prepare, "stem", "a", (), 7, 256, 0, ())
+        kept = kernels.Later(functools.cache(make))
+        kept()
+    kernels.Later(lambda: kept)()
+    assert list(names) == [("stem", "a", ())] and len(driver.launches) == 1
+
+
+def test_a_rehearsal_is_of_its_thread_alone(driver):
+    launch = kernels.prepare("stem", "toy", (), 7, 256, 0, ())
+    with compile_ahead.rehearsing({}, list), ThreadPoolExecutor(1) as pool:
+        launch()
+        pool.submit(launch).result()
+    assert len(driver.launches) == 1

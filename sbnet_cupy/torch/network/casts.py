@@ -10,6 +10,8 @@ import functools
 
 import torch
 
+from .._dispatch_state import without_modes
+
 
 def dtype_for(x):
     """Return the dtype to which autocast converts now, on the device of x; None where it is off."""
@@ -55,7 +57,7 @@ def widened(x, func, *args):
 
 @functools.cache
 def _tried(func, args, dtype, device, to):
-    with torch.inference_mode(), torch.autocast(device.type, to):
+    with torch.inference_mode(), torch.autocast(device.type, to), without_modes():
         return func(torch.zeros(1, 1, 2, 2, dtype=dtype, device=device), *args).dtype
 
 

@@ -22,6 +22,7 @@ from .options import CHECKS, check_outside
 from .order import order_of
 from .piles import as_images
 from .recordings import may_record
+from .rehearsal import Rehearsals
 from .replay import Replays, may_replay
 from .report import Report
 from .state import State
@@ -75,6 +76,7 @@ class SparseModel(Report, nn.Module):
         self._joins = Joins()
         self._replays, self._tapes = Replays(), Tapes()
         self._training_replays = training_replay.TrainingReplays()
+        self._rehearsals = Rehearsals()
         self._compiled = None
         self._reaches = {}
         self._traces = Traces()
@@ -154,6 +156,8 @@ class SparseModel(Report, nn.Module):
         if self.training or torch.is_grad_enabled():
             self._forget()
         table, counted = self._table(x, mask, args, kwargs, room)
+        if x.is_cuda and not args and not kwargs:
+            self._rehearsals.before(self, x, table, outside)
         return self._on_table(table, counted, x, outside, args, kwargs)
 
     def _on_table(self, table, counted, x, outside, args=(), kwargs=None):
@@ -420,7 +424,7 @@ class SparseModel(Report, nn.Module):
         state.update(
             _weights=Weights(), _joins=Joins(), _replays=Replays(), _tapes=Tapes(),
             _traces=Traces(), _training_replays=training_replay.TrainingReplays(),
-            _compiled=None, _last=None, _reaches={},
+            _rehearsals=Rehearsals(), _compiled=None, _last=None, _reaches={},
         )  # fmt: skip
         return state
 

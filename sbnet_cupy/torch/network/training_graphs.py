@@ -236,7 +236,7 @@ class Graphs:
         """Call the module; raise if a replay could not do what the call does."""
         device = self.own[0].device
         drawn = _generator(device)
-        with _NoTensorHooks():
+        with NoTensorHooks():
             check_replayable(self.module, device, lambda: self._call(self.own, leaves))
         self.draws = not torch.equal(_generator(device), drawn)
 
@@ -354,7 +354,7 @@ class _Replay(Function):
         return None, None, *ctx.graphs.gradients(ctx.turn, grads)
 
 
-class _NoTensorHooks(TorchFunctionMode):
+class NoTensorHooks(TorchFunctionMode):
     """Raises where a network hangs a hook on a tensor, which a replay would not call."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):

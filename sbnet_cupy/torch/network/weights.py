@@ -29,6 +29,16 @@ class Weights:
     def __reduce__(self):
         return type(self), (self.keeps,)  # copies keep nothing
 
+    def copied(self):
+        """Return a copy for calls of which nothing is to be kept here, nor beside a weight."""
+        twin = Weights(self.keeps)
+        twin.buffers, twin.seen = self.buffers, self.seen
+        for key, (state, held, (first, *others)) in self.kept.items():
+            alike = first.detach()
+            vars(alike).update(vars(first))  # what is kept beside it so far
+            twin.kept[key] = state, held, (alike, *others)
+        return twin
+
     def clear(self):
         """Forget everything."""
         self.kept.clear()  # in place: what a graph was made of stays the same object

@@ -1,0 +1,75 @@
+"""Kernels of many launches compiled at once, by as many threads as there are processors.
+
+A rehearsal is work that launches nothing: it notes each kernel that is not loaded yet, and all are
+compiled when it is known which. What kernels would have written has any values, so that nothing of
+a rehearsal may be kept but plans.
+"""
+
+import contextlib
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+from . import compile as compiling
+
+
+class _Rehearsal(threading.local):
+    kernels = None  # those of the rehearsal that this thread is in, as keys
+    skipped = None  # is called with the addresses of the arrays of each launch
+
+
+REHEARSAL = _Rehearsal()
+
+
+@contextlib.contextmanager
+def rehearsing(kernels, skipped):
+    """Within this, the thread launches no kernel.
+
+    ``kernels``, a dict, gets those that are not loaded as keys (stem, kernel, template), and
+    ``skipped`` is called in place of a launch, with the addresses of its arrays.
+    """
+    before = REHEARSAL.kernels, REHEARSAL.skipped
+    REHEARSAL.kernels, REHEARSAL.skipped = kernels, skipped
+    try:
+        yield
+    finally:
+        REHEARSAL.kernels, REHEARSAL.skipped = before
+
+
+def compile_kernels(kernels):
+    """Compile each (stem, kernel, template) that is not on disk for the current device."""
+    arch = compiling.current_architecture()
+    named = [(stem, compiling.name_expression(*instance)) for stem, *instance in kernels]
+    missing = [each for each in named if not compiling.is_on_disk(*each, arch)]
+    if not missing:
+        return
+    with ThreadPoolExecutor(min(len(missing), _processors())) as pool:
+        for made in [pool.submit(compiling.cubin_on_disk, *each, arch) for each in missing]:
+            made.result()
+
+
+class Note:
+    """A note on disk that the kernels of some work were compiled, for this GPU and by this version.
+
+    Parameters
+    ----------
+    work : str
+        What was compiled.
+    """
+
+    def __init__(self, work):
+        self._path = compiling.path_on_disk("compiled", work, compiling.current_architecture())
+
+    def is_there(self):
+        """Whether it was written, by this process or an earlier one."""
+        return self._path.exists()
+
+    def write(self):
+        """Write it."""
+        self._path.touch()
+
+
+def _processors():
+    """Return how many processors this process may use."""
+    may_use = getattr(os, "sched_getaffinity", None)
+    return len(may_use(0)) if may_use else os.cpu_count() or 1

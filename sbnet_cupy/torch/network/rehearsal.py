@@ -1,0 +1,224 @@
+"""Kernels of a call compiled at once: before the first call of a kind, the network rehearses it.
+
+The kernels that a call needs depend on the sizes of its layers and on the number of rows. One by
+one they take some 0.4 seconds each to compile, where they are not on disk yet, and a network has
+dozens. A rehearsal launches none of them, and has PyTorch compute nothing of what they would have
+written, so that nothing but the choice of kernels comes of it.
+"""
+
+import contextlib
+import copy
+import weakref
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ...core.compile_ahead import Note, compile_kernels, rehearsing
+from .._dispatch_state import in_transform, is_watched
+from .graphs import NoSynchronization
+from .recordings import settings
+from .state import State
+from .table import BlockTable
+from .training_graphs import NoTensorHooks, forked, settings_of
+
+_MOST = 256  # kinds of calls that are remembered
+
+
+class Rehearsals:
+    """The kinds of calls that a network has made on a GPU."""
+
+    def __init__(self):
+        self._seen = set()
+
+    def before(self, sparse, x, table, outside):
+        """Compile the kernels of a call that is about to be made, if it is the first of its kind.
+
+        Not with ``replay=False``, with which the modules' code runs in calls alone, nor where hooks
+        or modes would see it run, nor for networks that keep more than can be copied in no time.
+        """
+        if table.whole or not sparse.replay:
+            return
+        kind = (
+            sparse._kind(x, False), x.device, table.rows, table.known_live, sparse.block_size,
+            torch.is_grad_enabled(), *settings_of(sparse, x), *settings(),
+        )  # fmt: skip
+        if kind in self._seen:
+            return
+        is_first = not self._seen
+        if len(self._seen) >= _MOST:
+            self._seen.clear()
+        self._seen.add(kind)
+        if is_watched() or in_transform() or torch.cuda.is_current_stream_capturing():
+            return
+        with torch.cuda.device(x.device):
+            note = Note(f"{sparse.model} {kind[:1] + kind[2:]}")
+            if not note.is_there() and may_copy(sparse.model):
+                rehearse(lambda: _calls(sparse, x, table, outside, is_first), x.device)
+                note.write()
+
+
+def may_copy(net):
+    """Whether a network can be copied, and called, with no effect on anything else."""
+    distributed = any(isinstance(m, DistributedDataParallel) for m in net.modules())
+    return not distributed and State(net).fit
+
+
+def copied(net, others=()):
+    """Return a copy of a module that has its parameters, and some other tensors of its own."""
+    shared = (*net.parameters(), *others)
+    return copy.deepcopy(net, {id(tensor): tensor for tensor in shared})
+
+
+def rehearse(run, device):
+    """Find out which kernels ``run()`` would launch, and compile those that are not on disk.
+
+    Where the rehearsal fails, what it has not come to is compiled in the call itself, which raises
+    what there is to raise.
+    """
+    kernels, uncomputed = {}, Uncomputed()
+    with (
+        contextlib.suppress(Exception), torch.cuda.device(device), forked(device),
+        rehearsing(kernels, uncomputed.note_kernel), NoTensorHooks(), uncomputed,
+        NoSynchronization(),
+    ):  # fmt: skip
+        run()
+    with contextlib.suppress(Exception), torch.cuda.device(device):
+        compile_kernels(kernels)
+
+
+def differentiate(leaves, wanted):
+    """Compute gradients of those of a call's results that have any, in this thread."""
+    leaves = [y for y in leaves if isinstance(y, torch.Tensor) and y.requires_grad]
+    wanted = [t for t in wanted if t.requires_grad]
+    if leaves and wanted:
+        grads = [torch.zeros_like(y) for y in leaves]
+        with torch.autograd.set_multithreading_enabled(False):
+            torch.autograd.grad(leaves, wanted, grads, allow_unused=True)
+
+
+def _twin(sparse, is_first):
+    """Return a copy of a network, with its parameters.
+
+    Its buffers are others, to which calls may write. If calls were made which have not, both have
+    the same buffers in evaluation, and what was made of the weights.
+    """
+    is_known = not (is_first or torch.is_grad_enabled() or sparse.training)
+    is_known = is_known and not sparse._replays.changes
+    twin = copied(sparse, sparse.buffers() if is_known else ())
+    twin._joins = sparse._joins
+    if is_known:
+        twin._weights = sparse._weights.copied()
+    return twin
+
+
+def _calls(sparse, x, table, outside, is_first):
+    """Call a copy of a network as it is about to be called."""
+    twin = _twin(sparse, is_first)
+    own = torch.empty_like(x).requires_grad_(x.requires_grad)
+    # The first call in evaluation learns which results lie side by side.
+    for _ in range(2 if is_first and not torch.is_grad_enabled() else 1):
+        _call(twin, own, table, outside)
+
+
+def _call(twin, x, table, outside):
+    """Call a network on the blocks of a table, and compute gradients if they are recorded."""
+    own = BlockTable(
+        table.counts, table.indices, table.places, table.block, table.size, table.known_live
+    )
+    own.model, own.occupied = twin.model, True
+    leaves = tree_leaves(twin._run(own, x, outside=outside))
+    differentiate(leaves, (x, *twin.parameters()))
+
+
+class Uncomputed(TorchDispatchMode):
+    """Has PyTorch compute nothing of what kernels would have written: results have any values.
+
+    That is what was allocated and not written to, and all that kernels were to be launched with.
+    What is made of numbers alone, such as indices that a function keeps for later calls, is
+    computed. Nothing else is safe: an index may be one that stops the device, where it is not what
+    it would be.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self._unknown = weakref.WeakSet()  # storages
+        self._at = weakref.WeakValueDictionary()  # the storages of tensors by their addresses
+
+    def note_kernel(self, addresses):
+        """Note that a kernel was to be launched with tensors at some addresses."""
+        for address in addresses:
+            storage = self._at.get(address)
+            if storage is not None:
+                self._unknown.add(storage)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Run a function of PyTorch, or make what it would return."""
+        kwargs = kwargs or {}
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        name = func._schema.name
+        if name in _WRITING:
+            result = self._written(func, args, kwargs, given)
+        elif func.is_view or name in _MOVING or not any(map(self._is_unknown, given)):
+            result = func(*args, **kwargs)
+            if name in _EMPTY:
+                self._unknown.add(result.zero_().untyped_storage())
+        else:
+            result = self._uncomputed(func, args, kwargs, given[0].device)
+        for tensor in tree_leaves((given, result)):
+            if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
+                self._at[tensor.data_ptr()] = tensor.untyped_storage()
+        return result
+
+    def _uncomputed(self, func, args, kwargs, device):
+        """Return what a function would, with zeros; what it would write to is unknown."""
+        meta = func(*tree_map(_to_meta, args), **tree_map(_to_meta, kwargs))
+        device = kwargs.get("device") or device
+        named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        changed = [
+            named[a.name] for a in func._schema.arguments
+            if a.alias_info is not None and a.alias_info.is_write and named.get(a.name) is not None
+        ]  # fmt: skip
+        self._unknown.update(tensor.untyped_storage() for tensor in changed)
+        returned = iter(changed)
+        kinds = [r.alias_info is not None for r in func._schema.returns]
+        found = [
+            next(returned) if is_changed else tree_map(lambda t: self._made(t, device), made)
+            for is_changed, made in zip(kinds, meta if len(kinds) > 1 else [meta], strict=True)
+        ]
+        return tuple(found) if len(kinds) > 1 else found[0]
+
+    def _written(self, func, args, kwargs, given):
+        """Write to a tensor, which is known then if all that is written is."""
+        into, *others = given
+        if any(map(self._is_unknown, others)):
+            self._unknown.add(into.untyped_storage())
+            return into
+        self._unknown.discard(into.untyped_storage())
+        return func(*args, **kwargs)
+
+    def _made(self, meta, device):
+        """Return zeros like a tensor without memory."""
+        if not isinstance(meta, torch.Tensor):
+            return meta
+        made = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=device)
+        self._unknown.add(made.zero_().untyped_storage())
+        return made
+
+    def _is_unknown(self, tensor):
+        return tensor.untyped_storage() in self._unknown
+
+
+def _to_meta(value):
+    if isinstance(value, torch.device):
+        return torch.device("meta")
+    return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+
+_MOVING = {"aten::set_", "aten::resize_"}
+_WRITING = {"aten::copy_", "aten::fill_", "aten::zero_"}
+_EMPTY = {
+    "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::empty_permuted",
+    "aten::new_empty", "aten::new_empty_strided",
+}  # fmt: skip

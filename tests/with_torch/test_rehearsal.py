@@ -1,0 +1,227 @@
+"""Kernels of the first call of a kind are compiled at once, and nothing else comes of that."""
+
+import contextlib
+import copy
+import threading
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from support import networks  # noqa: E402  (needs PyTorch)
+from support.torch_cases import on_device  # noqa: E402
+
+nn = torch.nn
+
+SIZE, BLOCK = (72, 100), 8
+
+
+class Joined(nn.Module):
+    """A network of odd widths, whose results lie side by side, and with what its calls change."""
+
+    def __init__(self, width=24):
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, width, 3, padding=1), nn.BatchNorm2d(width))
+        self.left = nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.ReLU())
+        self.right = nn.Conv2d(width, width, 1)
+        self.down = nn.Conv2d(2 * width, width, 3, 2, 1)
+        self.norm, self.last = nn.BatchNorm2d(width), nn.Conv2d(width, 5, 1)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += self.training
+        self.steps += 1
+        x = self.first(x).relu()
+        x = self.down(torch.cat([self.left(x), self.right(x)], 1))
+        return self.last(self.norm(x).relu())
+
+
+def parts(st, net=None):
+    """Return a sparsified network, and what a rehearsal takes besides it."""
+    from sbnet_cupy.torch.network.table import BlockTable, active_blocks
+
+    sparse = st.sparsify(networks.random_statistics(net or Joined()), BLOCK)
+    mask = torch.zeros(1, *SIZE)
+    mask[:, 10:30, 20:60] = 1
+    on = active_blocks(mask > 0, sparse.block_size)
+    table = BlockTable.of_blocks(on, int(on.sum()), int(on.sum()), sparse.block_size, SIZE)
+    return sparse, torch.randn(1, 3, *SIZE), table, 0.0
+
+
+def rehearse(sparse, x, table, outside):
+    """Rehearse the first call, on a CPU."""
+    from sbnet_cupy.torch.network import rehearsal
+
+    rehearsal.rehearse(lambda: rehearsal._calls(sparse, x, table, outside, True), x.device)
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """Let rehearsals be of a CPU, where there are no kernels; return those to be compiled."""
+    from sbnet_cupy.torch.network import rehearsal
+
+    found = []
+    monkeypatch.setattr(rehearsal, "compile_kernels", found.append)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    return found
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_rehearsal_leaves_no_trace(st, on_cpu, monkeypatch, training):
+    """Of the network, its buffers, gradients, attributes and random numbers."""
+    from sbnet_cupy.torch.network import onednn
+
+    sparse, *given = parts(st, nn.Sequential(Joined(), nn.Dropout(0.5)))
+    sparse.train(training)
+    before = copy.deepcopy(sparse.state_dict()), torch.get_rng_state()
+    ran, run = [], type(sparse)._run
+
+    def count(self, table, x, args=(), kwargs=None, outside=0.0):
+        ran.append(self)
+        return run(self, table, x, args, kwargs, outside)
+
+    monkeypatch.setattr(type(sparse), "_run", count)
+    monkeypatch.setattr(onednn, "_AVAILABLE", False)  # whose weights have no meta tensors
+    monkeypatch.setattr(onednn, "_MULTIPLIES", False)
+    with torch.set_grad_enabled(training):
+        rehearse(sparse, *given)
+    assert len(ran) == (1 if training else 2) and sparse not in ran
+    assert on_cpu == [{}]
+    for name, value in sparse.state_dict().items():
+        assert torch.equal(value, before[0][name]), name
+    assert torch.equal(torch.get_rng_state(), before[1])
+    assert sparse.model[0].calls == 0 and not sparse._weights.kept
+    assert all(p.grad is None for p in sparse.parameters())
+
+
+def test_what_is_kept_of_weights_is_read_and_not_written(st):
+    """A rehearsal packs weights into memory that holds nothing."""
+    sparse, x, *_ = parts(st)
+    with torch.no_grad():
+        sparse.eval()(x, torch.ones(1, *SIZE))
+    assert sparse._weights.kept
+    kept = next(iter(sparse._weights.kept.values()))[2]
+    kept[0]._stack_packed = "packed by a call"
+    twin = sparse._weights.copied()
+    assert list(twin.kept) == list(sparse._weights.kept)
+    alike = next(iter(twin.kept.values()))[2]
+    assert alike[0]._stack_packed == "packed by a call" and alike[0].is_kept
+    assert alike[0].data_ptr() == kept[0].data_ptr() and alike[1:] == kept[1:]
+    alike[0]._stack_packed = "packed by a rehearsal"
+    twin.kept.clear()
+    assert kept[0]._stack_packed == "packed by a call" and sparse._weights.kept
+
+
+def test_what_kernels_would_write_is_not_computed_with(st):
+    """Indices made of it could stop the device; what is made of numbers alone is there."""
+    from sbnet_cupy.torch.network.rehearsal import Uncomputed
+
+    functional, table = nn.functional, torch.arange(16.0).view(4, 4)
+    with Uncomputed():
+        x = torch.empty(2, 8, 6, 6)
+        known = [torch.arange(5.0), torch.ones(5)[torch.arange(5)], torch.empty(5)]
+        known[2].copy_(known[0])
+        total = torch.ones(4)
+        made = [
+            x + 1, x.sum(), torch.empty_like(x) + 1, x.new_empty(7) + 1,
+            torch.cat([x, x], 1).half()[:, 3:], *x.max(1), x.chunk(2, 1)[0],
+            table.index_select(0, torch.empty(3, dtype=torch.int64) - 7),  # which would raise
+            functional.binary_cross_entropy(x / 0 - 1, x), total.add_(x[0, 0, 0, :4]) * 2,
+        ]  # fmt: skip
+    assert all(not t.any() for t in made)
+    assert [tuple(t.shape) for t in made] == [
+        (2, 8, 6, 6), (), (2, 8, 6, 6), (7,), (2, 13, 6, 6), (2, 6, 6), (2, 6, 6), (2, 4, 6, 6),
+        (3, 4), (), (4,),
+    ]  # fmt: skip
+    assert [made[4].dtype, made[6].dtype] == [torch.float16, torch.int64]
+    assert made[7].data_ptr() == x.data_ptr() and total.sum() == 4
+    assert known[1].sum() == 5 and torch.equal(known[0], known[2])
+
+
+def test_what_kernels_were_to_be_launched_with_is_unknown(st, monkeypatch):
+    """As what holds -1 where none has written."""
+    from sbnet_cupy.torch.network.rehearsal import Uncomputed
+
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    values, mode = torch.arange(3.0), Uncomputed()
+    with mode:
+        rows, others = torch.full((3,), -1), torch.arange(3)
+        mode.note_kernel([0, 1, rows.data_ptr()])
+        found = values.index_select(0, rows), values.index_select(0, others)
+        freed = torch.full((3,), -1)
+        address = freed.data_ptr()
+        del freed
+        mode.note_kernel([address])
+    assert not found[0].any() and torch.equal(found[1], values)
+
+
+@pytest.mark.parametrize("fails", ["a hook", "a call", "a copy"])
+def test_a_network_that_cannot_be_rehearsed_is_called_as_it_is(st, on_cpu, monkeypatch, fails):
+    from sbnet_cupy.torch.network import rehearsal
+
+    net = Joined()
+    if fails == "a hook":
+        net.first.register_forward_hook(lambda *given: None)
+        assert not rehearsal.may_copy(net)
+        return
+    sparse, *given = parts(st, net)
+    if fails == "a call":
+        monkeypatch.setattr(type(sparse), "_run", lambda *given, **named: 1 / 0)
+    else:
+        monkeypatch.setattr(type(sparse), "__deepcopy__", lambda *given: 1 / 0)
+    rehearse(sparse, *given)
+    assert on_cpu == [{}]
+
+
+@pytest.fixture
+def cold(tmp_path, monkeypatch):
+    """No kernel is loaded or on disk; gives the names of threads, one for each that compiles."""
+    from sbnet_cupy.core import compile as compiling
+    from sbnet_cupy.core import launch
+
+    names, compile_cubin = [], compiling.compile_cubin
+
+    def noted(*arguments):
+        names.append((threading.current_thread().name, arguments[:2]))
+        return compile_cubin(*arguments)
+
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
+    compiling._cache_dir.cache_clear()
+    monkeypatch.setattr(compiling, "compile_cubin", noted)
+    monkeypatch.setattr(launch, "_LOADED", {})
+    monkeypatch.setattr(launch, "_PARAMETERS", {})
+    yield names
+    compiling._cache_dir.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("width", [24, 40])
+def test_first_calls_compile_at_once_what_they_launch(st, require, cold, training, width):
+    """The same bits as without, and nothing is left for later calls of the kind."""
+    device = on_device(require, torch, "cuda")
+    torch.manual_seed(width)
+    net = networks.random_statistics(Joined(width)).to(device).train(training)
+    x = torch.randn(2, 3, *SIZE, device=device)
+    masks = [torch.rand(2, 9, 13, device=device) < share for share in (0.1, 0.1, 0.4)]
+    masks = [m.repeat_interleave(8, 1).repeat_interleave(8, 2)[:, :, :100] for m in masks]
+    found, compiled = [], []
+    for replay in ("auto", False):
+        sparse = st.sparsify(copy.deepcopy(net), BLOCK, replay=replay)
+        for mask in masks:
+            before = len(cold)
+            with torch.set_grad_enabled(training), torch.autocast("cuda", torch.bfloat16):
+                y = sparse(x, mask)
+            found.append([y.detach()])
+            if training:
+                grads = torch.autograd.grad(y.float().square().mean(), list(sparse.parameters()))
+                found[-1] += grads
+            found[-1] += [b.clone() for b in sparse.buffers()]
+            compiled.append(cold[before:])
+        assert sparse.model.calls == (3 if training else 0)
+    for got, expected in zip(found[:3], found[3:], strict=True):
+        assert all(map(torch.equal, got, expected))
+    alone = [[what for by, what in each if "ThreadPool" not in by] for each in compiled]
+    assert len(compiled[0]) > 4 and len(alone[0]) <= 2  # the list of blocks is made before
+    assert not any(alone[1:3]) and not compiled[1]
