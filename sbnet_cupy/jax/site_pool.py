@@ -215,7 +215,7 @@ def _window(x, kernel_size, stride, padding, dilation, onto, capacity):
     onto = sparse_tensor.sites_of(onto)
     return kernel_map(
         _float_sites_of(x), kernel_size, stride=kernel_size if stride is None else stride,
-        padding=padding, dilation=dilation, onto=onto, capacity=capacity,
+        padding=0 if padding is None else padding, dilation=dilation, onto=onto, capacity=capacity,
     )  # fmt: skip
 
 

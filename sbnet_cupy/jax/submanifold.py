@@ -175,6 +175,7 @@ def strided_conv(
     [1.0, 1.0, 1.0]
     """
     onto = sparse_tensor.sites_of(onto)
+    padding = 0 if padding is None else padding  # which a map onto the same sites would centre
     window = {"stride": stride, "padding": padding, "dilation": dilation}
     made = kernel_map(sites_of(x), _kernel_of(x, w), **window, onto=onto, capacity=capacity)
     return _convolve(x, w, made, groups, bias, scale, residual, activation, precision)

@@ -281,3 +281,14 @@ def test_weights_that_are_missing(sbj, place):
     for convolve in (sbj.submanifold_conv, functools.partial(sbj.strided_conv, stride=2)):
         with pytest.raises(sb.DTypeError, match="w must be an array"):
             convolve(x, None)
+
+
+@pytest.mark.parametrize("name", ["strided_conv", "sparse_max_pool", "sparse_avg_pool"])
+def test_a_padding_of_none_onto_the_same_sites(sbj, place, name):
+    exact, x = tensors(sbj, place)
+    given = (normal(3, 3, 3, 3, 2, seed=1),) if name == "strided_conv" else (3,)
+    expected = getattr(sb, name)(exact, *given, stride=1, padding=None, onto=exact)
+    given = tuple(place.make(g) if isinstance(g, np.ndarray) else g for g in given)
+    y = getattr(sbj, name)(x, *given, stride=1, padding=None, onto=x)
+    found = to_numpy(y.features)[: len(expected.features)]
+    assert_close(found, expected.features, terms=2 * 27 * 3, dtype=np.float32)
