@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ..core.arrays import array_function, compute_dtype, namespace
+from ..core.arrays import array_function, compute_dtype, is_cupy, namespace
 from ..core.graph_memory import memory_of_graphs
 from ..dense.conv2d import check_choice
 from ..errors import ShapeError
@@ -116,6 +116,8 @@ def _sample_of(x):
 def _numbers(sample, batch):
     """Return the number of sites of each sample."""
     xp = namespace(sample)
+    if not is_cupy(sample):
+        return np.bincount(sample[sample >= 0], minlength=batch)
     return xp.stack([(sample == b).sum() for b in range(batch)])
 
 

@@ -1,8 +1,10 @@
 """sample_sum and sample_argmax: the rows of each sample reduced to one."""
 
+import itertools
+
 import numpy as np
 
-from ..core.arrays import compute_dtype, namespace
+from ..core.arrays import compute_dtype, is_cupy, namespace
 from ..core.checks import check_array, check_result
 from ..core.graph_memory import memory_of_graphs
 from ..core.operator import Operator, Plan
@@ -28,11 +30,15 @@ def _infer(features, sample, out, options, dtype):
 
 
 def _plan_sum(specs, options):
-    results = _infer_sum(specs, options)
+    results, (batch,) = _infer_sum(specs, options), options
 
     def run(features, sample, out):
         xp, wide = namespace(features), compute_dtype(features.dtype)
         with memory_of_graphs(features), np.errstate(all="ignore"):
+            if not is_cupy(features):
+                for into, rows in zip(out, _rows_of_samples(sample, batch), strict=True):
+                    into[...] = features[rows].astype(wide, copy=False).sum(axis=0)
+                return
             for b, into in enumerate(out):
                 mine = (sample == b)[:, None]
                 values = xp.where(mine, features.astype(wide, copy=False), wide.type(0))
@@ -42,12 +48,19 @@ def _plan_sum(specs, options):
 
 
 def _plan_argmax(specs, options):
-    results = _infer_argmax(specs, options)
+    results, (batch,) = _infer_argmax(specs, options), options
 
     def run(sample, features, out):
         xp, least = namespace(features), features.dtype.type(-np.inf)
         out.fill(-1)
         with memory_of_graphs(features):
+            if not is_cupy(features):
+                for into, rows in zip(out, _rows_of_samples(sample, batch), strict=True):
+                    values = features[rows]
+                    if len(values):  # of NaN the first, too
+                        first = values.argmax(axis=0)
+                        into[...] = first + rows.start if isinstance(rows, slice) else rows[first]
+                return
             for b, into in enumerate(out if len(features) else ()):
                 mine = sample == b
                 values = xp.where(mine[:, None], features, least)
@@ -57,6 +70,21 @@ def _plan_argmax(specs, options):
                 into[...] = xp.where(mine.any(), first, -1)
 
     return Plan(results, run)
+
+
+def _rows_of_samples(sample, batch):
+    """Yield the rows of each sample, in their order: a slice of them, or an array, on a CPU.
+
+    So all samples together read each row once.
+    """
+    place = np.where((sample >= 0) & (sample < batch), sample, batch)  # those of none come last
+    order = None
+    if (place[1:] < place[:-1]).any():
+        order = place.argsort(kind="stable")
+        place = place[order]
+    ends = np.searchsorted(place, np.arange(batch), side="right").tolist()
+    for start, end in itertools.pairwise([0, *ends]):
+        yield slice(start, end) if order is None else order[start:end]
 
 
 # Rows whose sample is -1 belong to none.

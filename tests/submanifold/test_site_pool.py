@@ -1,5 +1,7 @@
 """Pooling at sites against loops, and its gradients against differences."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -182,3 +184,25 @@ def test_rows_of_no_sample_take_no_gradient(reduce):
     x = sb.SparseTensor(np.ones((3, 1)), sb.CoordinateMap(rows, count, (4,), 1))
     assert sb.global_pool(x, reduce).tolist() == [[1]]
     assert sb.global_pool_grad(np.ones((1, 1)), x, reduce).tolist() == [[1], [0], [0]]
+
+
+@pytest.mark.parametrize("order", ["sorted", "shuffled"])
+@pytest.mark.parametrize("reduce", ["sum", "mean", "max"])
+def test_many_samples_read_each_row_once(reduce, order):
+    """As the proposals of a scan are: each took a pass over the rows of all."""
+    rng, (n, batch) = np.random.default_rng(0), (8192, 512)
+    rows = np.column_stack([np.arange(n) * batch // n, np.arange(n)]).astype(np.int32)
+    rows = rng.permutation(rows) if order == "shuffled" else rows
+    features = rng.integers(-9, 9, (n, 64)).astype(np.float32)
+    sites = sb.CoordinateMap(rows, np.array([n], np.int32), (n,), batch)
+    x = sb.SparseTensor(features, sites)
+    sb.global_pool(x, reduce)  # makes its plan
+    tracemalloc.start()
+    try:
+        y = sb.global_pool(x, reduce)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    by_sample = features[rows[:, 0].argsort(kind="stable")].reshape(batch, -1, 64)
+    assert_same(y, getattr(by_sample, reduce)(axis=1))
+    assert peak < features.nbytes / 2
