@@ -160,6 +160,47 @@ def test_gradients_of_each_image_by_a_network(torch, st):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("break_even", [2.0, 0.0])
+def test_networks_that_reduce_images_are_transformed(torch, st, break_even):
+    """Sums of several images have gradients and forward-mode derivatives, of mapped numbers too."""
+    from support import networks
+
+    nn, F = torch.nn, torch.nn.functional
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.GroupNorm(2, 4)
+
+        def forward(self, x):
+            y = torch.tanh(self.norm(self.conv(x)))
+            return y * F.adaptive_avg_pool2d(y, 1)
+
+    size, block = (32, 48), 16
+    sparse, x = st.sparsify(Net().double(), block), networks.image(size=size)
+    sparse.break_even = break_even
+    _, mask = networks.blocks((2, *size), block, 0.4)
+    direction = x.flip(0)
+
+    def loss(x):
+        return sparse(x, mask).square().sum()
+
+    def along(t):
+        return loss(x + t * direction)
+
+    leaf, zero = x.clone().requires_grad_(), torch.zeros((), dtype=x.dtype)
+    (exact,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
+    slope = (exact * direction).sum()
+    (twice,) = torch.autograd.grad(slope, leaf)
+    gradient = torch.func.grad(loss)
+    torch.testing.assert_close(gradient(x), exact)
+    torch.testing.assert_close(torch.func.jvp(gradient, (x,), (direction,))[1], twice)
+    torch.testing.assert_close(torch.func.jacfwd(along)(zero), slope)
+    curved = torch.func.hessian(along)(zero)
+    torch.testing.assert_close(curved, (twice * direction).sum())
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("where", ["blocks", "sites"])
 def test_hessians_are_jacobians_of_jacobians(torch, st, where):
     if where == "sites":

@@ -2,21 +2,26 @@
 
 import torch
 
-from .._dispatch_state import is_mapped
+from .._dispatch_state import has_forward_mode, has_function_transforms, is_mapped
 
 VECTOR = 16  # bytes that kernels read and write at once
 
 
 def channels_last(x):
-    """Return a tensor in channels_last memory, or contiguous where ``torch.vmap`` maps it."""
-    if is_mapped(x):
+    """Return a tensor in channels_last memory, or contiguous where ``torch.vmap`` may map it."""
+    if _may_be_mapped(x):
         return x.contiguous()
     return x.contiguous(memory_format=torch.channels_last)
 
 
+def _may_be_mapped(x):
+    """Whether ``torch.vmap`` maps a tensor, or may map its forward-mode derivative alone."""
+    return is_mapped(x) or (has_forward_mode() and has_function_transforms())
+
+
 def is_channels_last(x):
     """Whether a tensor is known to lie in channels_last memory."""
-    return not is_mapped(x) and x.is_contiguous(memory_format=torch.channels_last)
+    return not _may_be_mapped(x) and x.is_contiguous(memory_format=torch.channels_last)
 
 
 def new_stack(like, rows, block, channels):

@@ -1,10 +1,14 @@
 """Values of blocks and of images: sums over the blocks of an image, and the way back.
 
-Each is the other's gradient, so no gradient is added up in the order in which threads arrive.
+Each is the other's gradient, so no gradient is added up in the order in which threads arrive. Where
+``torch.func`` or forward-mode derivatives follow the calls, they are differentiated as PyTorch does
+an index: on a GPU in the order of a sort.
 """
 
 import torch
 from torch.autograd import Function
+
+from .._dispatch_state import has_forward_mode, has_function_transforms
 
 
 def add_up(rows, image, place):
@@ -12,16 +16,25 @@ def add_up(rows, image, place):
 
     ``image [M]`` is that of each row, ``place [N, h, w]`` the row at each place, M for none.
     """
-    if torch.is_grad_enabled() and rows.requires_grad:
+    if _is_recorded(rows):
         return _AddUp.apply(rows, image, place)
     return _sums(rows, place)
 
 
 def repeat(per_image, image, place):
     """Repeat what is given for each image for each of its rows."""
-    if torch.is_grad_enabled() and per_image.requires_grad:
+    if _is_recorded(per_image):
         return _Repeat.apply(per_image, image, place)
-    return per_image.index_select(0, image)
+    return per_image[image] if _is_transformed() else per_image.index_select(0, image)
+
+
+def _is_recorded(values):
+    """Whether a function of autograd's is to record the gradient of values."""
+    return torch.is_grad_enabled() and values.requires_grad and not _is_transformed()
+
+
+def _is_transformed():
+    return has_function_transforms() or has_forward_mode()
 
 
 def _sums(rows, place):
