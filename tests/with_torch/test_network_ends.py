@@ -74,7 +74,22 @@ class Outputs(dict):
     """As it is in Hugging Face's transformers, where keys are attributes, too."""
 
 
+class Slots:
+    """As attrs and msgspec make classes; it can be called, too."""
+
+    __slots__ = ("image",)
+
+    def __init__(self, image):
+        self.image = image
+
+    def __call__(self):
+        """Return the image."""
+        return self.image
+
+
 OBJECTS = {
+    "slots": (Slots, lambda y: y()),
+    "mapping proxy": (lambda y: types.MappingProxyType({"a": [y]}), lambda y: y["a"][0]),
     "dataclass": (Output, lambda y: y.image),
     "namespace": (lambda y: types.SimpleNamespace(all=[y, y]), lambda y: y.all[1]),
     "dict": (lambda y: Outputs(image=Output(y)), lambda y: y["image"].image),

@@ -324,6 +324,41 @@ def test_reentrant_checkpoints_are_refused(st):
             st.sparsify(dense, BLOCK)(x, mask).sum().backward()
 
 
+@pytest.mark.parametrize("break_even", [2.0, 0.0])
+@pytest.mark.parametrize("outer", ["inside", "outside"])
+def test_checkpoints_in_checkpoints(st, outer, break_even):
+    def again(function, *given):
+        return checkpoint(function, *given, use_reentrant=False)
+
+    class Net(nn.Module):
+        how = staticmethod(again)
+
+        def __init__(self):
+            super().__init__()
+            self.first, self.conv = nn.Conv2d(3, 4, 3, 2, 1), nn.Conv2d(4, 4, 3, padding=1)
+
+        def part(self, x):
+            return self.how(self.unit, x) + x.mean((2, 3), keepdim=True)
+
+        def unit(self, x):
+            return torch.tanh(self.conv(x)) * x.sigmoid()
+
+        def forward(self, x):
+            x = F.pad(self.first(x), (1, 1, 1, 1))[:, :, 1:-1, 1:-1]
+            return self.how(self.part, x) if outer == "inside" else self.part(x)
+
+    sparse = st.sparsify(Net().double().train(), BLOCK)
+    sparse.break_even = break_even
+    mask, found = networks.blocks((2, *SIZE), BLOCK, 0.5)[1], []
+    for how in (again, lambda function, *given: function(*given)):
+        sparse.zero_grad()
+        sparse.model.how, x = how, image().requires_grad_()
+        y = how(sparse, x, mask) if outer == "outside" else sparse(x, mask)
+        y.sin().sum().backward()
+        found.append([y, x.grad, *(p.grad.clone() for p in sparse.parameters())])
+    assert_near(*found)
+
+
 def test_a_network_that_is_sparse_is_refused(st):
     sparse = st.sparsify(nn.Conv2d(3, 4, 3), BLOCK)
     conv = st.nn.SparseConv2d(3, 4, 3, block_size=8)

@@ -1,13 +1,14 @@
 """The ends of a network: what a call must be, and the image that its result becomes."""
 
 import copy
-import dataclasses
 import functools
+import inspect
 import os
 import sys
 import warnings
 from collections.abc import Callable, ItemsView, Iterator, MappingView, ValuesView
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -85,6 +86,8 @@ def _finished_leaf(leaf, outside):
     show = functools.partial(_finished_tree, outside=outside)
     if isinstance(leaf, MappingView):
         return _finished_view(leaf, show)
+    if isinstance(leaf, MappingProxyType):
+        return MappingProxyType({key: show(value) for key, value in leaf.items()})
     if isinstance(leaf, (tuple, set, frozenset)):
         return type(leaf)(map(show, leaf))
     other = _copy_of(leaf)
@@ -128,20 +131,22 @@ def tensors_in(value, seen=()):
     if isinstance(value, torch.Tensor):
         yield value
         return
-    if isinstance(value, torch.nn.Module) or callable(value) or id(value) in seen:
+    if isinstance(value, (torch.nn.Module, type)) or inspect.isroutine(value) or id(value) in seen:
         return
     inner = [getattr(value, name) for name in _names(value)]
-    if isinstance(value, (list, tuple, set, frozenset, dict, MappingView)):
-        inner += value.values() if isinstance(value, dict) else value
+    if isinstance(value, (dict, MappingProxyType)):
+        inner += value.values()
+    elif isinstance(value, (list, tuple, set, frozenset, MappingView)):
+        inner += value
     for part in inner:
         yield from tensors_in(part, (*seen, id(value)))
 
 
 def _names(value):
-    """Return the names of an object's attributes."""
-    if dataclasses.is_dataclass(value):
-        return [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-    return list(getattr(value, "__dict__", ()))
+    """Return the names of an object's attributes, also of those in slots."""
+    state = object.__getstate__(value)  # a dict of attributes, or a pair: of those in slots, too
+    parts = state if isinstance(state, tuple) else (state,)
+    return [name for names in parts for name in names or ()]
 
 
 def finished(out, outside):

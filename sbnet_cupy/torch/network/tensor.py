@@ -80,6 +80,8 @@ class StackTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default and _TABLE.value is None:
+            return _unpacked(args[0])
         raise NotImplementedError(
             f"{func} was called below PyTorch's functions with an activation of a sparsified "
             "network; keep the module that does this out of sparsify"
@@ -106,6 +108,17 @@ class StackTensor(torch.Tensor):
         image = _image_of_kept(self)
         memo[id(self)] = copy.deepcopy(image if torch.is_grad_enabled() else image.detach(), memo)
         return memo[id(self)]
+
+
+def _unpacked(x):
+    """Return what autograd makes of one that hooks saved, as a checkpoint in another one does.
+
+    Autograd then says whether it requires a gradient, see :func:`value_of`.
+    """
+    table, block, size, hw, reach = facts(x)
+    out = StackTensor(value_of(x).detach(), table, block, size, hw, reach)
+    aliases.own(out)["_border"], aliases.own(out)["_is_unpacked"] = border_of(x), True
+    return out
 
 
 def _image_of_kept(x):
@@ -201,6 +214,9 @@ def _done(x, own, plan, value):
 
 
 def _check_gradient(x):
+    own = object.__getattribute__(x, "__dict__")
+    if "_is_unpacked" in own and plainly(torch.Tensor.requires_grad.__get__, x):
+        own["_value"].requires_grad_()
     made_by = plainly(torch.Tensor.grad_fn.__get__, x)
     if made_by is not None:
         name = type(made_by).__name__
