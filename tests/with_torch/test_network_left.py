@@ -120,3 +120,25 @@ def test_of_several_results_those_with_blocks_have_it(st, mask):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         sparse(x, mask)
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize.* deprecated")
+@torch.no_grad()
+def test_quantized_layers_run_on_whole_images(st):
+    quantized = pytest.importorskip("torch.ao.nn.quantized")
+    product = quantized.Conv2d(4, 3, 1)
+    weight = torch.quantize_per_tensor(torch.arange(-6.0, 6.0).view(3, 4, 1, 1), 0.1, 0, torch.qint8)
+    product.set_weight_bias(weight, torch.arange(3.0))
+
+    def function(y):
+        y = torch.quantize_per_tensor(y.float(), 0.02, 64, torch.quint8)
+        return F.max_pool2d(product(y), 2).dequantize()
+
+    network = Function(function).eval()
+    network.product = product
+    for break_even in (0.0, 2.0):
+        sparse, x = st.sparsify(network, BLOCK), image()
+        sparse.break_even = break_even
+        for _ in range(3):
+            assert torch.equal(sparse(x, torch.ones(2, *SIZE)), network(x))
+        assert sparse.dense_layers == {"": "quantize_per_tensor", "product": "conv2d"}

@@ -351,7 +351,9 @@ def gathered(image, like, steps=None):
     table, _, _, hw, _ = facts(like)
     if not isinstance(image, torch.Tensor) or isinstance(image, StackTensor):
         return image
-    if image.dim() <= max(hw) or image.shape[0] != table.batch or image.layout != torch.strided:
+    if image.dim() <= max(hw) or image.shape[0] != table.batch:
+        return image
+    if image.layout != torch.strided or image.is_quantized:
         return image
     block = stages.block_of(image, facts(like), steps)
     if block is None:

@@ -89,7 +89,7 @@ class Trace:
         row = Row(self._module(), kind, "image", None)
         result = self.timed(row, func, *args, **kwargs)
         row.flops = _work(kind, args, kwargs, result)
-        if row.flops or kind in _COMPOSED or always:
+        if row.flops or kind in _LISTED or always:
             self.rows.append(row)
         made = [t for t in tree_leaves(result) if type(t) is torch.Tensor]
         self.whole.update((id(t), t) for t in made if t.dim() != 4 or t.shape[2:] != (1, 1))
@@ -172,11 +172,14 @@ _TRANSPOSED = {"conv_transpose1d", "conv_transpose2d", "conv_transpose3d"}
 _PRODUCTS = {"linear", "matmul", "__matmul__", "bmm", "mm"}
 _PRODUCTS_AND_SUMS = {"addmm", "baddbmm"}
 _COMPOSED = {"einsum", "multi_head_attention_forward"}  # of products that no mode sees
+_LISTED = {*_CONVOLUTIONS, *_TRANSPOSED, *_COMPOSED}  # also where their work is not known
 
 
 def _work(kind, args, kwargs, result):
     """Return how much a function of plain tensors multiplied and added, 0 for one of others."""
     given = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
+    if kind in {*_CONVOLUTIONS, *_TRANSPOSED} and len(given) < 2:  # quantized weights, packed
+        return 0
     if kind in _CONVOLUTIONS:
         return 2 * result.numel() * given[1][0].numel()
     if kind in _TRANSPOSED:
