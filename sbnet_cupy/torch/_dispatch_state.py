@@ -291,6 +291,27 @@ def without_memory(kind, shape, dtype, device, requires_grad):
         return other.submit(make).result()
 
 
+_operators = getattr(torch, "_ops", None)
+_Overload, _Packet = (
+    getattr(_operators, name, ()) for name in ("OpOverload", "OpOverloadPacket")
+)
+
+
+def written_arguments(func):
+    """Return the arguments that an operator writes to, by its schema: names with their positions.
+
+    None of other functions, of operators with several overloads, and where there is no telling.
+    """
+    if isinstance(func, _Packet):
+        names = func.overloads()
+        func = getattr(func, names[0]) if len(names) == 1 else None
+    schema = getattr(func, "_schema", None) if isinstance(func, _Overload) else None
+    if schema is None:
+        return None
+    aliases = ((a.name, i, a.alias_info) for i, a in enumerate(schema.arguments))
+    return {name: i for name, i, alias in aliases if alias is not None and alias.is_write}
+
+
 # Of functions of PyTorch's own in Python, which wrap what a module or a checkpoint was given.
 BACKWARD_HOOK, CHECKPOINT = "BackwardHookFunctionBackward", "CheckpointFunctionBackward"
 

@@ -127,7 +127,8 @@ def test_of_several_results_those_with_blocks_have_it(st, mask):
 def test_quantized_layers_run_on_whole_images(st):
     quantized = pytest.importorskip("torch.ao.nn.quantized")
     product = quantized.Conv2d(4, 3, 1)
-    weight = torch.quantize_per_tensor(torch.arange(-6.0, 6.0).view(3, 4, 1, 1), 0.1, 0, torch.qint8)
+    weight = torch.arange(-6.0, 6.0).view(3, 4, 1, 1)
+    weight = torch.quantize_per_tensor(weight, 0.1, 0, torch.qint8)
     product.set_weight_bias(weight, torch.arange(3.0))
 
     def function(y):

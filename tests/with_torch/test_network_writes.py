@@ -372,3 +372,70 @@ def test_formats_make_no_copies_where_nothing_is_written(st, image, monkeypatch)
     wanted = net(image)
     monkeypatch.setattr(torch, "clone", None)
     assert_near(st.sparsify(net, 16)(image, torch.ones(2, 45, 51)), wanted)
+
+
+def alone(x):
+    """Write to small tensors that no module keeps, by keywords."""
+    scale = torch.zeros(4, 1, 1, dtype=x.dtype)
+    nn.init.constant_(scale, 2.0)
+    F.silu(input=scale, inplace=True)
+    pooled = x.mean((2, 3), keepdim=True)
+    torch.sigmoid_(input=pooled)
+    return x * scale * pooled
+
+
+NAMED = {
+    "a keyword": lambda x: torch.exp_(input=x),
+    "a keyword, padded": lambda x: torch.exp_(input=F.pad(x, (1, 1, 1, 1)))[:, :, 1:-1, 1:-1],
+    "an initializer": lambda x: nn.init.constant_(x[:, :2], 0.5),
+    "small tensors": alone,
+}
+
+
+@pytest.mark.parametrize("break_even", [2.0, 0.0])
+@pytest.mark.parametrize("name", NAMED)
+@torch.no_grad()
+def test_what_is_written_may_be_named(st, image, name, break_even):
+    net = Net(lambda net, x: (lambda y: x + y.mean(1, keepdim=True))(NAMED[name](x)), 4).eval()
+    sparse = st.sparsify(net, 16)
+    sparse.break_even = break_even
+    for _ in range(3):
+        assert_near(sparse(image, torch.ones(2, *image.shape[2:])), net(image))
+
+
+@pytest.fixture(scope="module")
+def operators():
+    """Return operators of a user that write to an argument: the only one, and another one."""
+    namespace = "sbnet_cupy_tests_of_writes"
+
+    @torch.library.custom_op(f"{namespace}::triple", mutates_args=("x",))
+    def triple(x: torch.Tensor) -> None:
+        x.mul_(3)
+
+    @torch.library.custom_op(f"{namespace}::into", mutates_args=("target",))
+    def into(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        target.copy_(2 * x)
+        return x + 1
+
+    return triple, into, getattr(torch.ops, namespace).triple
+
+
+@pytest.mark.parametrize("break_even", [2.0, 0.0])
+@torch.no_grad()
+def test_operators_write_to_what_their_schema_says(st, image, operators, break_even):
+    triple, into, packet = operators
+
+    def function(net, x):
+        view, small = x[:, :2], x.mean((2, 3), keepdim=True)
+        triple(view)
+        triple(small)
+        packet(x=x)
+        y = into(x * small, target=x)
+        out = torch.zeros(x.shape, dtype=x.dtype)
+        return torch.cat([x, y, into(x, out), view, out], 1)
+
+    net = Net(function, 18).eval()
+    sparse = st.sparsify(net, 16)
+    sparse.break_even = break_even
+    for _ in range(3):
+        assert_near(sparse(image, torch.ones(2, *image.shape[2:])), net(image))

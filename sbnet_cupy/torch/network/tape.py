@@ -189,9 +189,11 @@ class Tape:
 
     def _writes(self, func, args, kwargs):
         """Whether a step writes to memory of what the call was given."""
-        name = getattr(func, "__name__", "")
-        inplace = T._writes(name, kwargs) or any(a is True for a in args)
-        return inplace and isinstance(args[0], torch.Tensor) and _memory(args[0]) in self._given
+        targets = T.written(func, getattr(func, "__name__", ""), args, kwargs)
+        if any(a is True for a in args):
+            targets.append(args[0])
+        tensors = [t for t in targets if isinstance(t, torch.Tensor)]
+        return any(_memory(t) in self._given for t in tensors)
 
     def _placed(self, value):
         """Return an argument with numbers in place of values of the call."""

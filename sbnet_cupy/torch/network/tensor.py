@@ -14,7 +14,13 @@ import torch
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .._dispatch_state import BACKWARD_HOOK, CHECKPOINT, plainly, without_memory
+from .._dispatch_state import (
+    BACKWARD_HOOK,
+    CHECKPOINT,
+    plainly,
+    without_memory,
+    written_arguments,
+)
 from . import aliases, casts, left, stages
 from .current import Current
 from .handlers import BORDERED, HANDLERS, INSTEAD, METADATA, REFUSED, keeps_rest, takes
@@ -440,28 +446,21 @@ def on_image(func, name, args, kwargs):
     if is_kept(like):
         return _on_kept(func, name, args, kwargs)
     table = facts(like)[0]
-    inplace, target = _writes(name, kwargs), args[0] if args else None
+    targets = written(func, name, args, kwargs)
     flush(table)
     table.reduced = table.reduced or f"{name} of a whole image"
-    if inplace and table.tape is not None:
+    if targets and table.tape is not None:
         table.tape.stop(f"{name}, which wrote to an image")
-    if inplace and isinstance(target, StackTensor):
-        _, block, _, hw, _ = facts(target)
-        aliases.about_to_write(target, table, args[1:], kwargs)
-        image = dense(target).clone()
-        _traced(table, name, func, (image, *map_dense(args[1:])), map_dense(kwargs))
-        if border_of(target) is not None:
-            aliases.spend(target, name)
-            return None if name == "__setitem__" else gathered(image, target)
-        value_of(target).copy_(table.gather(image, block, hw))
-        return None if name == "__setitem__" else target
-    if inplace and isinstance(target, (list, tuple)) and first_stack(target) is not None:
+    stacks = [target for target in targets if isinstance(target, StackTensor)]
+    if stacks:
+        return _write(stacks, func, name, args, kwargs)
+    if first_stack(targets) is not None:
         raise NotImplementedError(
             f"{name} cannot write to a list with an activation of a sparsified network"
         )
     images = []
     result = _traced(table, name, func, map_dense(args, images), map_dense(kwargs, images))
-    if inplace:
+    if _writes(name, kwargs):
         left.note(table, name)
         return result
     steps = stages.steps_of(name, args, kwargs, like)
@@ -473,13 +472,34 @@ def on_image(func, name, args, kwargs):
     return taken
 
 
+def _write(targets, func, name, args, kwargs):
+    """Run a function that writes to some StackTensors on their images."""
+    table = facts(targets[0])[0]
+    given = tree_map(lambda x: None if any(x is t for t in targets) else x, (args, kwargs))
+    for target in targets:
+        aliases.about_to_write(target, table, given)
+    images = [dense(target).clone() for target in targets]
+    for_target = {id(target): image for target, image in zip(targets, images, strict=True)}
+    args, kwargs = map_dense(tree_map(lambda x: for_target.get(id(x), x), (args, kwargs)))
+    result, shown = _traced(table, name, func, args, kwargs), {}
+    for target, image in zip(targets, images, strict=True):
+        _, block, _, hw, _ = facts(target)
+        if border_of(target) is not None:
+            aliases.spend(target, name)
+            shown[id(image)] = gathered(image, target)
+        else:
+            value_of(target).copy_(table.gather(image, block, hw))
+            shown[id(image)] = target
+    return tree_map(lambda x: shown[id(x)] if id(x) in shown else gathered(x, targets[0]), result)
+
+
 def _on_kept(func, name, args, kwargs):
     """Run a function of activations that were kept from an earlier call: of their images."""
     if name in REFUSED:
         raise NotImplementedError(
             f"{name} cannot be used on an activation of an earlier call of a sparsified network"
         )
-    if _writes(name, kwargs) and is_kept(args[0] if args else kwargs.get("input")):
+    if any(map(is_kept, written(func, name, args, kwargs))):
         raise NotImplementedError(
             f"{name} cannot write to an activation of an earlier call of a sparsified network; "
             "write to a clone() of it"
@@ -498,6 +518,16 @@ def _traced(table, name, func, args, kwargs):
     if table.tape is not None:
         table.tape.note_image(func, args, kwargs, result)
     return result
+
+
+def written(func, name, args, kwargs):
+    """Return the arguments that a function writes to."""
+    found = written_arguments(func)
+    if found is not None:
+        return [args[i] if i < len(args) else kwargs.get(key) for key, i in found.items()]
+    if not _writes(name, kwargs):
+        return []
+    return [args[0] if args else kwargs.get("input", kwargs.get("tensor"))]
 
 
 def _writes(name, kwargs):
