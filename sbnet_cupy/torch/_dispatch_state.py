@@ -323,6 +323,19 @@ def register_constant(kind):
         register(kind)
 
 
+_callback = getattr(
+    getattr(_dynamo, "eval_frame", None), "get_eval_frame_callback", lambda: None
+)
+
+
+def is_followed():
+    """Whether Dynamo follows this call, or looks at each function that is called.
+
+    Where there is no telling, only the first is known.
+    """
+    return torch.compiler.is_dynamo_compiling() or callable(_callback())
+
+
 # Has Dynamo take a function into a graph without following its code, which what is behind Dynamo
 # traces. Its arguments may be modules. Where the name is missing, the function stays out of graphs.
 in_one_piece = getattr(torch._dynamo, "nonstrict_trace", torch.compiler.disable)

@@ -420,3 +420,41 @@ def test_functions_of_arrays_in_one_graph_are_refused(torch, kind):
     function, *arguments = core_calls(torch)[kind]
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"call that of sbnet_cupy\.torch"):
         compiled(torch, function)(*arguments)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+def test_a_network_may_call_compiled_functions(st, torch):
+    """Dynamo follows these, and not what the package does of activations."""
+    graphs, F = [], torch.nn.functional
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    @torch.compile(backend=backend)
+    def gate(y):
+        return y * F.silu(y).mean((2, 3), keepdim=True)
+
+    @torch.compile(backend=backend)
+    def mixed(tokens):
+        return tokens.softmax(1).sin()
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = torch.nn.Conv2d(3, 4, 3, padding=1)
+
+        def forward(self, x):
+            return mixed(gate(self.conv(x)).flatten(2))
+
+    net, x = Net().double().eval(), torch.randn(2, 3, 24, 40).double()
+    mask, expected = torch.ones(2, 24, 40), net(x).detach()
+    for break_even in (2.0, 0.0):
+        sparse = st.sparsify(net, 8)
+        sparse.break_even = break_even
+        for records in (False, True):
+            with torch.set_grad_enabled(records):
+                for _ in range(3):
+                    torch.testing.assert_close(sparse(x, mask).detach(), expected)
+    functions = {str(node.target) for graph in graphs for node in graph.graph.nodes}
+    assert not [f for f in functions if "conv2d" in f or "permute" in f or "index_select" in f]

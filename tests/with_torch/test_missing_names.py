@@ -36,6 +36,9 @@ NAMES = [
     "torch._C._functorch.is_functorch_wrapped_tensor",
     "torch._C._functorch.get_unwrapped",
     "torch._C._functorch.is_batchedtensor",
+    "torch._C._dynamo.eval_frame.get_eval_frame_callback",
+    "torch._ops.OpOverload",
+    "torch._ops.OpOverloadPacket",
 ]
 DISPATCHING = {*NAMES[:5], *NAMES[7:9]}  # without these, no call is known to be plain
 WATCHING = {*DISPATCHING, *NAMES[11:13]}  # without these, every call may be watched

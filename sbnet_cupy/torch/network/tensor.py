@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .._dispatch_state import (
     BACKWARD_HOOK,
     CHECKPOINT,
+    is_followed,
     plainly,
     without_memory,
     written_arguments,
@@ -82,7 +83,8 @@ class StackTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         """Run a function of PyTorch that was called with one."""
-        return dispatch(func, args, kwargs or {})
+        run = _unfollowed if is_followed() else dispatch
+        return run(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -405,6 +407,9 @@ def dispatch(func, args, kwargs):
             f"{name} cannot be used{with_out} on an activation of a sparsified network{instead}"
         )
     return _signed(on_image(func, name, args, kwargs), name, args, kwargs)
+
+
+_unfollowed = torch.compiler.disable(dispatch)  # in a function that is compiled in the network
 
 
 def _signed(result, name, args, kwargs):

@@ -84,6 +84,7 @@ class Trace:
             torch.cuda.synchronize()
         return time.perf_counter()
 
+    @torch.compiler.disable  # also in functions that are compiled in the network
     def on_image(self, kind, func, args, kwargs, always=True):
         """Run a function on whole images: a row of the table, if it is a product or ``always``."""
         row = Row(self._module(), kind, "image", None)
@@ -97,7 +98,8 @@ class Trace:
 
     def is_whole(self, given):
         """Whether one of some arguments was made of a whole image, and is not on the stack."""
-        return any(self.whole.get(id(t)) is t for t in tree_leaves(given) if t is not None)
+        tensors = [t for t in tree_leaves(given) if isinstance(t, torch.Tensor)]
+        return any(self.whole.get(id(t)) is t for t in tensors)
 
     def watching(self):
         """Return a context in which what the network computes beside the stack is seen."""
