@@ -98,8 +98,8 @@ def calc_block_params(in_size, bsize, ksize, strides=(1, 1), padding: Any = "SAM
         if b < k or (b - k) % s:
             raise ShapeError(
                 f"bsize must be ksize plus a multiple of strides on each axis, got bsize {block}, "
-                f"ksize {kernel}, strides {stride}; the next size that fits axis size {b} is "
-                f"{k + -(-max(b - k, 0) // s) * s}"
+                f"ksize {kernel}, strides {stride}; in place of {b} the next one that fits "
+                f"is {k + -(-max(b - k, 0) // s) * s}"
             )
     pads = padding_pairs(size, kernel, stride, padding)
     out_size = output_size(size, kernel, stride, padding)

@@ -37,7 +37,8 @@ def check_array(name, spec, *, ndim=None, shape=None, kinds=None, like=None):
             f"got {type(spec).__name__}; {instead}"
         )
     if ndim is not None and spec.ndim not in (ndim if isinstance(ndim, tuple) else (ndim,)):
-        raise ShapeError(f"{name} must have {_either(ndim)} dimensions, got shape {spec.shape}")
+        wanted = choice(ndim if isinstance(ndim, tuple) else (ndim,))
+        raise ShapeError(f"{name} must have {wanted} dimensions, got shape {spec.shape}")
     if shape is not None and (
         len(shape) != spec.ndim
         or any(want is not None and want != n for want, n in zip(shape, spec.shape, strict=True))
@@ -46,8 +47,8 @@ def check_array(name, spec, *, ndim=None, shape=None, kinds=None, like=None):
         wanted += "," if len(shape) == 1 else ""
         raise ShapeError(f"{name} must have shape ({wanted}), got {spec.shape}")
     if kinds is not None and dtype_kind(spec.dtype) not in kinds:
-        wanted = _either(tuple(_KIND_NAMES[kind] for kind in kinds))
-        raise DTypeError(f"{name} must be of a {wanted} dtype, got {spec.dtype}; convert it")
+        wanted = choice(dict.fromkeys(_KIND_NAMES[kind] for kind in kinds))
+        raise DTypeError(f"{name} must have a {wanted} dtype, got {spec.dtype}; convert it")
     if like is not None and spec.device != like.device:
         raise DeviceError(
             f"{name} must be {_library_and_place(like)} like the other arrays, "
@@ -55,11 +56,13 @@ def check_array(name, spec, *, ndim=None, shape=None, kinds=None, like=None):
         )
 
 
-_KIND_NAMES = {"b": "bool", "i": "signed", "u": "unsigned", "f": "float", "c": "complex"}
+_KIND_NAMES = {"b": "bool", "i": "integer", "u": "integer", "f": "float", "c": "complex"}
 
 
-def _either(choices):
-    return " or ".join(map(str, choices)) if isinstance(choices, tuple) else str(choices)
+def choice(values):
+    """Return "a, b or c"."""
+    *others, last = map(str, values)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _library_and_place(spec):

@@ -38,8 +38,8 @@ def pair(value, name, *, minimum=1):
         and (minimum is None or min(value) >= minimum)
     ):
         return _plain(value[0]), _plain(value[1])
-    kind = {1: "positive ", 0: "non-negative ", None: ""}[minimum]
-    raise ShapeError(f"{name} must be two {kind}integers, got {given!r}")
+    kind = {1: "a positive integer", 0: "a non-negative integer", None: "an integer"}[minimum]
+    raise ShapeError(f"{name} must be {kind} or a pair of them, got {given!r}")
 
 
 def kernel_pair(ksize, name="ksize"):

@@ -7,7 +7,7 @@ import numpy as np
 
 from ..core.arrays import array_function, empty, is_float
 from ..core.byte_order import check_byte_orders
-from ..core.checks import check_array, check_contiguous, check_result, check_written
+from ..core.checks import check_array, check_contiguous, check_result, check_written, choice
 from ..core.operator import Operator, Plan
 from ..core.sizes import output_size, padding_pairs, pair
 from ..errors import DTypeError, ShapeError
@@ -184,9 +184,11 @@ def resolve_problem(x, w, strides, padding, activation, data_format, w_format, p
     r, s, c, k = (w.shape[w_format.index(letter)] for letter in "HWIO")
     h, width, channels = (x.shape[data_format.index(letter)] for letter in "HWC")
     if min(r, s, k) < 1 or c != channels:
+        wanted = ", ".join({"I": str(channels), "O": "K", "H": "R", "W": "S"}[i] for i in w_format)
         raise ShapeError(
-            f"w must have shape (R, S, {channels}, K) in {w_format} order, for x of {channels} "
-            f"channels, with R, S and K at least 1, got {w.shape}"
+            f"w must have shape ({wanted}), for x of {channels} channels, with R, S and K at least "
+            f"1, got {w.shape}; w_format is {w_format!r} here (PyTorch's weights are 'OIHW') and "
+            f"data_format {data_format!r}"
         )
     strides = pair(strides, "strides")
     pads = padding_pairs((h, width), (r, s), strides, padding)
@@ -223,7 +225,7 @@ def check_precision(precision):
 def check_choice(name, value, allowed):
     """Raise ValueError unless ``value`` is None or a string, and one of ``allowed``."""
     if not (value is None or isinstance(value, str)) or value not in allowed:
-        raise ValueError(f"{name} must be {' or '.join(map(repr, allowed))}, got {value!r}")
+        raise ValueError(f"{name} must be {choice(map(repr, allowed))}, got {value!r}")
 
 
 def _conv2d_numpy(x, w, scale, bias, out, *, problem):

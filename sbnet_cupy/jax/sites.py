@@ -388,7 +388,8 @@ def way_back(coarse, fine, kernel_size=None):
     if fine.dimensions != coarse.dimensions:
         raise ShapeError(f"onto must have {coarse.dimensions} dimensions, got {fine.dimensions}")
     window = coarse._kept.get("window")
-    check_made(window is not None and kernel_size in (None, window.kernel), kernel_size)
+    is_known = window is not None and kernel_size in (None, window.kernel)
+    check_made(is_known, kernel_size, () if window is None else [window.kernel])
     return reversed_map(map_by(window, fine, coarse))
 
 

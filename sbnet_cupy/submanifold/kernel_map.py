@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core.arrays import array_function, is_cupy, library_of, namespace
+from ..core.checks import choice
 from ..core.graph_memory import capture_of
 from ..core.operator import is_plain
 from ..core.readable import is_readable_int32, shape_of
@@ -274,16 +275,25 @@ def made_by(onto, kernel_size, coarse):
     Of a pooling or a convolution of any kernel size if ``kernel_size`` is None. None makes the
     sites that it reads.
     """
-    made = None if coarse is onto else _found(onto, kernel_size, coarse)
-    check_made(made is not None, kernel_size)
+    known = {} if coarse is onto else _known(onto, coarse)
+    made = _chosen(known, kernel_size)
+    check_made(made is not None, kernel_size, [each.kernel_size for each in known.values()])
     return made
 
 
 _COPIES = " (copies, and sites that were pickled, do not keep it: make those of x from them anew)"
 
 
-def check_made(is_known, kernel_size):
-    """Raise unless it is known what made the sites that an inverse starts from."""
+def check_made(is_known, kernel_size, others=()):
+    """Raise unless it is known what made the sites that an inverse starts from.
+
+    ``others`` are kernel sizes of what did make them.
+    """
+    if not is_known and others:
+        raise ShapeError(
+            "w must have the kernel size of the convolution or pooling that made the sites of x, "
+            f"{choice(others)}, got {kernel_size}"
+        )
     if not is_known and kernel_size is None:
         raise ValueError(
             "onto must be the sites that a pooling or a strided_conv read to make those of x; "
@@ -297,26 +307,32 @@ def check_made(is_known, kernel_size):
         )
 
 
-def _found(coordinates, kernel_size, target):
-    found = {}
+def _known(coordinates, target):
+    """Return the windows, and maps, of what read the sites ``coordinates`` to make ``target``."""
+    known = {}
     for key, kept in kept_now(coordinates._kept, coordinates.indices).items():
         if isinstance(key, tuple) and isinstance(key[0], Window) and not key[1]:
             made = kept.of(coordinates)
-            fits = made.target is target and kernel_size in (None, made.kernel_size)
-            if fits and kept.is_current():
-                found.setdefault(key[0], made)
+            if made.target is target and kept.is_current():
+                known.setdefault(key[0], made)
+    source, kept = target._kept.get("made by", (lambda: None, None))
+    if source() is coordinates:
+        known[None] = kept._replace(target=target).of(coordinates)
+    return known
+
+
+def _chosen(known, kernel_size):
+    """Return the map with a kernel of this size, or of any for None; None if there is none."""
+    found = {k: made for k, made in known.items() if kernel_size in (None, made.kernel_size)}
+    if len(found) > 1:
+        found.pop(None, None)
     if len(found) > 1:
         raise ValueError(
             "onto must be what one convolution or pooling read to make the sites of x, got "
             f"{len(found)} with unlike windows ({_spelled_windows(found)}); pass "
             "kernel_map(...).transposed() of the one to undo to site_conv"
         )
-    if found:
-        return next(iter(found.values()))
-    source, kept = target._kept.get("made by", (lambda: None, None))
-    if source() is coordinates and kernel_size in (None, kept.kernel_size):
-        return kept._replace(target=target).of(coordinates)
-    return None
+    return next(iter(found.values()), None)
 
 
 def _spelled_windows(windows):

@@ -85,8 +85,8 @@ def check_grid(spatial_shape, batch_size, dimensions):
         sizes = tuple(sizes) if isinstance(sizes, tuple | list) else (sizes,) * dimensions
         if len(sizes) != dimensions or not all(is_integer(n) and 0 <= n < 2**31 for n in sizes):
             raise ShapeError(
-                f"spatial_shape must be {dimensions} non-negative integers below 2**31 for indices "
-                f"of {dimensions + 1} columns, got {given!r}"
+                f"spatial_shape must be a non-negative integer below 2**31 or {dimensions} of them "
+                f"for indices of {dimensions + 1} columns (sample, *position), got {given!r}"
             )
         spatial_shape = tuple(map(int, sizes))
     if batch_size is not None:

@@ -194,7 +194,8 @@ def resolve_site_conv(features, w, rows, kernel_size, sites, groups, activation,
     if tuple(kernel) not in kernels or c * groups != channels or k < 1 or k % groups:
         raise ShapeError(
             f"w must have shape ({', '.join(map(str, kernel_size))}, {channels // groups}, K), K a "
-            f"positive multiple of groups, {groups}, got {w.shape}"
+            f"positive multiple of groups, {groups}, got {w.shape}; move the first two axes "
+            "of a weight (K, C, *kernel_size) to the end"
         )
     return SiteConv(taps, groups, channels, k, activation, precision == "tf32")
 

@@ -47,6 +47,7 @@ class SparseTensor(ArrayContainer):
     coordinates: CoordinateMap
 
     copies_strided = True
+    instead = "pass its .features"  # what the error says where an array belongs
 
     def __post_init__(self):
         if not isinstance(self.coordinates, CoordinateMap):
@@ -54,7 +55,12 @@ class SparseTensor(ArrayContainer):
                 "coordinates must be a CoordinateMap, got "
                 f"{type(self.coordinates).__name__}; make one with coordinate_map"
             )
-        shape = tuple(getattr(self.features, "shape", ()))
+        if not hasattr(self.features, "shape"):
+            raise DTypeError(
+                f"features must be an array of shape ({self.coordinates.capacity}, C), got "
+                f"{type(self.features).__name__}"
+            )
+        shape = tuple(self.features.shape)
         if len(shape) != 2 or shape[0] != self.coordinates.capacity:
             raise ShapeError(
                 f"features must have shape ({self.coordinates.capacity}, C), one row for each row "

@@ -127,4 +127,6 @@ def axes(value, dimensions, name, minimum=1):
     ):
         return tuple(map(int, value))
     kind = "positive" if minimum else "non-negative"
-    raise ShapeError(f"{name} must be {dimensions} {kind} integers below 2**31, got {given!r}")
+    raise ShapeError(
+        f"{name} must be a {kind} integer below 2**31, or {dimensions} of them, got {given!r}"
+    )

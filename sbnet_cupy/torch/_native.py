@@ -148,9 +148,8 @@ def check_tensors(optional=(), /, **arguments):
             if value is None:
                 raise DTypeError(f"{name} must be a torch.Tensor, got None")
             kind = f"{type(value).__module__}.{type(value).__name__}"
-            raise DTypeError(
-                f"{name} must be a torch.Tensor, got {kind}; convert it with torch.as_tensor"
-            )
+            instead = getattr(type(value), "instead", "convert it with torch.as_tensor")
+            raise DTypeError(f"{name} must be a torch.Tensor, got {kind}; {instead}")
         if device is None:
             device = value.device
             if device.type not in ("cpu", "cuda"):

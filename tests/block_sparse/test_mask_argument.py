@@ -291,7 +291,7 @@ def test_refusals():
     refuses(TypeError, "^block_params must be", bsize=None, block_params=(4, 4))
     refuses(TypeError, "^capacity must be None with a list", indices=active, capacity=4)
     refuses(TypeError, "^block_params must be", indices=active, bsize=None)
-    refuses(ShapeError, "^bsize must be two positive integers, got 0$", bsize=0)
+    refuses(ShapeError, "^bsize must be a positive integer or a pair of them, got 0$", bsize=0)
     refuses(ShapeError, "^capacity", capacity=-1)
     refuses(ShapeError, r"^indices.*\(2, 13, 17\).*got \(2, 13, 16\)$", indices=MASK[..., 1:])
     refuses(ShapeError, r"^indices.*got \(13, 17\)$", indices=MASK[0])

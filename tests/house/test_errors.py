@@ -103,7 +103,36 @@ def refuses(error, match, function, *arguments, **options):
 def test_messages_say_what_came_and_what_to_do():
     with pytest.raises(ShapeError) as error:
         sbnet_cupy.calc_block_params((20, 20), (4, 2.5), 3)
-    assert str(error.value) == "bsize must be two positive integers, got (4, 2.5)"
+    assert str(error.value) == "bsize must be a positive integer or a pair of them, got (4, 2.5)"
+
+
+X = np.ones((1, 8, 8, 3), np.float32)
+POINTS = sbnet_cupy.sparse_tensor(ramp(4, 2), np.eye(4, 3, -1, dtype=np.int32), spatial_shape=4)
+WINDOW = sbnet_cupy.kernel_map(POINTS, 3, onto=POINTS)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: sbnet_cupy.conv2d(X, np.ones((5, 3, 2, 2), np.float32)), ShapeError,
+         "PyTorch's weights are 'OIHW'"),
+        (lambda: sbnet_cupy.sparse_conv2d(X.astype(int), X.astype(int), X[..., 0], bsize=4),
+         DTypeError, "^x must be float16"),
+        (lambda: sbnet_cupy.reduce_mask(X[..., 0] * 1j, (2, 2), bsize=4), DTypeError,
+         "mask must have a bool, integer or float dtype, got complex"),
+        (lambda: sbnet_cupy.stack_conv2d(X, X, sbnet_cupy.block_table(X[..., 0], 4)), ShapeError,
+         r"\(4, 4, 4, C\), .* got \(1, 8, 8, 3\); pass the table of its own stage"),
+        (lambda: sbnet_cupy.site_conv(POINTS, ramp(9, 2, 4), WINDOW), DTypeError,
+         "got SparseTensor; pass its .features"),
+        (lambda: sbnet_cupy.submanifold_conv(POINTS, ramp(4, 2, 3, 3)), ShapeError,
+         r"move the first two axes of a weight \(K, C, \*kernel_size\) to the end"),
+        (lambda: sbnet_cupy.global_pool(POINTS, "avg"), ValueError,
+         "reduce must be 'max', 'mean' or 'sum', got 'avg'"),
+    ],
+)  # fmt: skip
+def test_a_message_says_what_to_do(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
     x = ramp(1, 8, 8, 2)
     with pytest.raises(ShapeError) as error:
         sbnet_cupy.sparse_gather(x, np.array([1], "i4"), np.zeros((7, 2), "i4"), bsize=4)

@@ -73,7 +73,7 @@ def test_what_does_not_fit_is_named(xp):
         active.sites(4, xp.asarray(np.ones((1, 9, 8))))
     with pytest.raises(sb.ShapeError, match="mask must have shape"):
         active.sites(4, xp.asarray(np.ones((2, 8, 8))))
-    with pytest.raises(sb.ShapeError, match="params must be two positive integers, got 0"):
+    with pytest.raises(sb.ShapeError, match="params must be a positive integer or a pair"):
         active.sites(0)
     with pytest.raises(sb.ShapeError, match="capacity"):
         active.sites(4, capacity=-1)

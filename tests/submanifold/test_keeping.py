@@ -163,7 +163,7 @@ def test_what_made_sites_is_known_where_nothing_is_kept(monkeypatch, makes_sites
     assert not [key for key in sites._kept if isinstance(key, tuple) and key[0] != "capture"]
     assert module.made_by(sites, (2, 2), y.coordinates).target is y.coordinates
     assert sb.inverse_conv(y, np.ones((2, 2, 1, 1)), onto=x).features.ravel().tolist() == [1, 1]
-    with pytest.raises(ValueError, match="with a kernel of"):
+    with pytest.raises(ValueError, match="kernel size"):
         sb.inverse_conv(y, np.ones((3, 3, 1, 1)), onto=x)
 
 

@@ -193,6 +193,14 @@ def test_a_submanifold_convolution_makes_no_sites(xp):
         sb.sparse_unpool(y, onto=x)
 
 
+def test_an_inverse_with_another_kernel_size_says_which_it_must_have(xp):
+    rows = xp.asarray(np.array([[0, 1], [0, 2], [0, 5]], np.int32))
+    x = sb.sparse_tensor(xp.asarray(np.ones((3, 1))), rows, spatial_shape=8)
+    y = sb.strided_conv(x, xp.asarray(np.ones((2, 1, 1))), stride=2)
+    with pytest.raises(sb.ShapeError, match=r"w must have the kernel size .*\(2,\), got \(3,\)"):
+        sb.inverse_conv(y, xp.asarray(np.ones((3, 1, 1))), onto=x)
+
+
 def test_one_of_several_convolutions_between_the_same_sites_is_named_by_its_kernel_or_by_none(xp):
     """Windows of two kinds relate the two lists: which one is meant, the sites do not tell."""
     rows = xp.asarray(np.array([[0, 1], [0, 4]], np.int32))

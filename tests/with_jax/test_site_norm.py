@@ -226,7 +226,7 @@ def test_what_it_refuses(sbj, place, jax):
         ((x, three), {}, ValueError, "running_mean and running_var must be given together"),
         ((x,), {"bias": [1.0] * 3}, sb.DTypeError, "bias must be a JAX array, got list"),
         ((x,), {"bias": np.ones(3)}, sb.DeviceError, "bias must be a JAX array, got one of numpy"),
-        ((x,), {"bias": three.astype(int)}, sb.DTypeError, "bias must be of a float dtype"),
+        ((x,), {"bias": three.astype(int)}, sb.DTypeError, "bias must have a float dtype"),
         ((x,), {"activation": "relu6"}, ValueError, "activation must be None, 'relu'"),
         ((x,), {"eps": None}, sb.DTypeError, "eps must be a number"),
         ((x,), {"eps": float("nan")}, ValueError, "eps must not be NaN"),

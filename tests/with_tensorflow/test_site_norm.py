@@ -203,7 +203,7 @@ def test_what_it_refuses(tf, sbt):
          "running_var must be a tf.Variable, to which training assigns, got EagerTensor"),
         ((x,), {"bias": [1.0] * 3}, sb.DTypeError, "bias must be a TensorFlow tensor, got list"),
         ((x,), {"bias": np.ones(3)}, sb.DeviceError, "bias must be a TensorFlow tensor, got an"),
-        ((x,), {"bias": whole}, sb.DTypeError, "bias must be of a float dtype"),
+        ((x,), {"bias": whole}, sb.DTypeError, "bias must have a float dtype"),
         ((x,), {"activation": "relu6"}, ValueError, "activation must be None, 'relu'"),
         ((x,), {"eps": None}, sb.DTypeError, "eps must be a number"),
         ((x,), {"eps": float("nan")}, ValueError, "eps must not be NaN"),

@@ -149,7 +149,7 @@ def test_modules_refuse_what_they_cannot_do(st, torch):
         (TypeError, "conv must have no hooks", lambda: make(hooked, block_size=8)),
         (TypeError, "got a parametrization", lambda: make(normed, block_size=8)),
         (ShapeError, "block_size", lambda: make(conv(5, 7, 3), block_size=0)),
-        (ShapeError, "stride must be two positive integers, got .0, 0",
+        (ShapeError, "stride must be a positive integer or a pair of them, got .0, 0",
          lambda: make(conv(5, 7, 3, stride=0), block_size=8)),
         (ValueError, "capacity", lambda: make(conv(5, 7, 3), block_size=8, capacity=1.5)),
         (ShapeError, r"x must have shape \(N, 5", lambda: sparse(x[:, :4], mask)),

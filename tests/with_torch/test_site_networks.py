@@ -805,6 +805,7 @@ def test_bad_arguments(torch, st, graphed, device, is_replayed):
     for error, message, arguments in (
         (ValueError, "inputs must not be empty", ([],)),
         (sb.DTypeError, "inputs must hold tensors, .* got NoneType", ([None],)),
+        (sb.DTypeError, r"inputs must be a list .* got a Tensor; pass \[tensor\]", (given[0][0],)),
         (sb.DTypeError, "tensor 1 must be a torch.Tensor, got int", ([(rows, 3)],)),
         (sb.ShapeError, "tensor 0 must have a row for each point", ([torch.tensor(3)],)),
         (sb.ShapeError, "slack must not be negative", (given, -1)),

@@ -258,4 +258,7 @@ def _check_kernel(name, kernel, shape, x):
         )
     if kernel.dtype != x.dtype:
         check_byte_orders({"x": x, name: kernel})
-        raise DTypeError(f"{name} must have the dtype of x, {x.dtype}, got {kernel.dtype}")
+        raise DTypeError(
+            f"{name} must have the dtype of x, {x.dtype}, got {kernel.dtype}; "
+            "convert it"
+        )

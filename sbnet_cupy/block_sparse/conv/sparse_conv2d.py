@@ -189,8 +189,9 @@ def _resolve(specs, options):
 
 def _resolve_problem(x, w, scale, bias, options):
     """Check the image and the weights; return the Problem."""
+    problem = resolve_problem(x, w, *options)
     check_weights(w, scale, bias, *options[-2:])
-    return resolve_problem(x, w, *options)
+    return problem
 
 
 def blocks_of_problem(x, problem, indices, block_params, bsize, capacity):

@@ -8,7 +8,7 @@ from ...core.arrays import dtype_kind, is_float
 from ...core.checks import check_array, check_contiguous
 from ...core.graph_memory import memory_of_graphs
 from ...core.scalars import as_number, as_number_in
-from ...errors import DTypeError
+from ...errors import DTypeError, ShapeError
 from .block_table import check_table
 
 
@@ -23,7 +23,13 @@ def check_stack(name, x, table, *, channels=None, floats=True):
     """Raise unless ``x`` is a stack ``[M, b_h, b_w, C]`` of the stage of ``table``."""
     check_table(table)
     check_array(name, x, ndim=4, like=table.grid)
-    check_array(name, x, shape=(table.capacity, *table.block_size, channels))
+    wanted = (table.capacity, *table.block_size, x.shape[3] if channels is None else channels)
+    if x.shape != wanted:
+        raise ShapeError(
+            f"{name} must have shape ({', '.join(map(str, wanted[:3]))}, "
+            f"{'C' if channels is None else channels}), a stack of the table's stage, got {x.shape}"
+            "; pass the table of its own stage (table.after_conv(...) after a stride)"
+        )
     check_contiguous(name, x)
     if floats and not is_float(x.dtype):
         raise DTypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}")

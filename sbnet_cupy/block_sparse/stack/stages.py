@@ -113,8 +113,8 @@ def _whole_block(block, factor):
     new = block * (near if type(factor)(near) == factor else Fraction(factor))
     if new.denominator > 1:
         raise ShapeError(
-            f"scale_factor must make whole blocks, got {factor} for blocks of {block} pixels; a "
-            "Fraction is taken, too"
+            f"scale_factor must make whole blocks, got {factor} for blocks of {block} pixels; pass "
+            f"a whole number over {block}, also as a fractions.Fraction"
         )
     return int(new)
 

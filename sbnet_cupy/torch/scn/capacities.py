@@ -81,7 +81,7 @@ def measured(net, inputs, slack):
         for hook in hooks:
             hook.remove()
     if not runs:
-        raise ValueError("inputs must not be empty; pass some that are as large as any")
+        raise ValueError("inputs must not be empty; pass some as large as those to come")
     return {layer: math.ceil(n * (1 + slack)) for layer, n in most.items()}
 
 

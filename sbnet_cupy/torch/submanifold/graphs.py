@@ -100,6 +100,10 @@ def graphed(net, inputs, slack=0.25, fill=None):
             f"net must be a torch.nn.Module, got {type(net).__name__}; put the function into the "
             "forward of one, with its weights as parameters"
         )
+    if isinstance(inputs, torch.Tensor):
+        raise DTypeError(
+            "inputs must be a list of inputs of the network, got a Tensor; pass [tensor] for one"
+        )
     with torch.inference_mode(False):  # calls outside of it write to what a graph reads
         return _Run(net, [_tensors_of(given) for given in inputs], slack, fill)
 
@@ -111,7 +115,7 @@ class _Run:
         if not 0 <= as_number("slack", slack, nan=False) < math.inf:
             raise ShapeError(f"slack must not be negative or infinite, got {slack!r}")
         if not inputs:
-            raise ValueError("inputs must not be empty; pass some that are as large as any")
+            raise ValueError("inputs must not be empty; pass some as large as those to come")
         self.net, self._like = net, inputs[0]
         self._of_points = [
             all(t.dim() and len(given) > k and given[k].dim() and len(given[k]) == len(given[0])

@@ -150,7 +150,7 @@ def test_a_stage_has_its_own_sizes():
         (lambda t: t.after_interpolate(2, (17, 16)), "size must give a result whose pixels"),
         (lambda t: t.after_interpolate(0), "scale_factor must be a positive number"),
         (lambda t: t.at((4, 4), (9, 8)), "image_size must give a result"),
-        (lambda t: t.at((4, 0), (8, 8)), "block_size must be two positive integers"),
+        (lambda t: t.at((4, 0), (8, 8)), "block_size must be a positive integer or a pair of them"),
     ],
 )
 def test_stages_that_blocks_cannot_hold(call, message):
