@@ -218,7 +218,7 @@ def test_bad_input_is_refused_by_name(st, torch):
         (DTypeError, "bin_counts must be int32", gather, (x, counts.long(), rows), GRID),
         (ShapeError, "active_block_indices", gather, (x, counts, rows[:, :2]), GRID),
         (ShapeError, "x must have 4 dimensions", gather, (x[0], counts, rows), GRID),
-        (ShapeError, "bsize must be two positive", gather, (x, counts, rows), {"bsize": (4, 2.5)}),
+        (ShapeError, "bsize must be a positive", gather, (x, counts, rows), {"bsize": (4, 2.5)}),
         (ValueError, "data_format", gather, (x, counts, rows), GRID | {"data_format": "CHW"}),
         (ValueError, "activation", gather, (x, counts, rows), GRID | {"activation": "tanh"}),
         (ShapeError, "scale", gather, (x, counts, rows), GRID | {"scale": bias}),
