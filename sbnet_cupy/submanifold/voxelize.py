@@ -51,8 +51,8 @@ def voxelize(
     x : SparseTensor
         One row for each voxel that holds a point.
     inverse : int32 array, shape (P,)
-        The row of the voxel of each point, -1 for points that were dropped: labels ``y`` of voxels
-        become labels of points by ``y[inverse]``.
+        The row of the voxel of each point, -1 for points that were dropped. ``y[inverse]`` turns
+        values ``y`` of voxels into values of points; mask those where ``inverse`` is -1.
 
     Raises
     ------

@@ -20,22 +20,23 @@ def sparsify(
 ):  # fmt: skip
     """Return a network that computes only in blocks in which a mask of its input is set.
 
-    The image is cut into blocks of ``block_size`` pixels once, and blocks that hold a pixel of the
-    mask are active. Activations are a stack of the active blocks, ``[M, C, b, b]``, where b shrinks
-    with every stride. Layers that look at one pixel run on the stack as they are; those that look
-    at neighbours read a rim from the blocks around; those that reduce over an image count active
-    pixels. The image is whole at both ends alone.
+    The image is cut into blocks of ``block_size`` pixels once, and blocks that contain a pixel of
+    the mask are active. Activations are a stack of the active blocks, ``[M, C, b, b]``, where b
+    shrinks with every stride. Layers that read one pixel run on the stack as they are; layers that
+    read neighbours get a rim of pixels from the blocks around; layers that reduce over an image use
+    the active pixels. Whole images exist only at the input and the output.
 
-    The result is that of ``model`` in which every activation outside the active blocks is 0, the
-    input included, and the result too, up to rounding; on a full mask that of ``model``. But batch
-    norms in training, and in evaluation those without running statistics, take the statistics of
-    active pixels alone.
+    The result equals, up to rounding, that of ``model`` with every activation outside the active
+    blocks set to 0, input and result included; on a full mask it equals that of ``model``. But
+    batch norms in training, and those without running statistics, use the statistics of active
+    pixels only.
 
-    The network is not changed: its modules are called with a tensor of the image's shape that holds
-    the stack. A function that has no form for it is computed on the whole image, and named in
-    :meth:`SparseModel.table`; one that cannot be is refused with its name. What follows a result
-    that fits no grid of blocks (a stride does not divide the block, pixels become tokens) is dense,
-    outside the blocks too, until it meets a stack again: its products are in the table.
+    The network is not changed: its modules are called with a tensor subclass that has the image's
+    shape and holds the stack. A function that cannot run on a stack is computed on the whole image,
+    and named in :meth:`SparseModel.table`; one that cannot run either way raises an error with its
+    name. After a result that fits no grid of blocks (a stride does not divide the block, pixels
+    become tokens), layers are dense, also outside the blocks, until they meet a stack again: the
+    table says which.
 
     Parameters
     ----------
@@ -43,63 +44,68 @@ def sparsify(
         Called with one image ``[N, C, H, W]``. It is held, not copied, as
         ``DistributedDataParallel`` does.
     block_size : int, (int, int) or "auto"
-        Block of the input in pixels, best a multiple of the network's total stride. "auto" takes
-        32, 64 or 128 by the ``sample_masks``.
+        Block of the input in pixels, best a multiple of the network's total stride. "auto" chooses
+        32, 64 or 128 from the ``sample_masks``.
     capacity : None, int, float or "auto"
-        Blocks to make room for, or the share of all blocks. None reads the number from the device,
-        and on a GPU makes room for up to an eighth more, so that masks of about as many blocks have
-        stacks of one size; with a capacity nothing waits, and blocks past it are left out:
-        ``sparse.overflowed`` says so. "auto" is the largest share of the ``sample_masks`` and a
-        quarter more.
+        Maximum number of active blocks, or their share of all blocks (a float). None reads the
+        number from the device, and on a GPU makes room for up to an eighth more, so that masks with
+        about as many blocks have stacks of one size. With a capacity nothing waits, and blocks past
+        it are left out: ``sparse.overflowed`` says so, and ``sparse.check()`` raises. "auto" is the
+        largest share of the ``sample_masks`` and a quarter more.
     halo : {"zero", "exact"}
-        With "exact" blocks are active as far around the mask as the network looks, so that the
-        result at the mask's pixels is that of ``model``. For shallow networks: the receptive field
-        of deep ones covers the image. It is known after the first call, which runs twice.
+        With "exact", blocks are also active around the mask, as far as the network's receptive
+        field reaches, so that the result at the mask's pixels is that of ``model``. For shallow
+        networks: the receptive field of deep ones covers the image. It is measured at the first
+        call, which runs twice.
     outside : number, "bias" or tensor
-        What the result holds outside active blocks: "bias" is what the last convolution makes of
-        zeros; a tensor has the shape of the result. A result that fits no grid of blocks is refused
-        where this is not 0; where others fit, a RuntimeWarning says that it is left as it is.
+        Values of the result outside active blocks. "bias" is what the last convolution makes of
+        zeros; a tensor has the shape of the result. Other values than 0 raise an error for a result
+        that fits no grid of blocks; if other results fit, a RuntimeWarning says that it is left as
+        it is.
     sample_masks : list of tensors ``[N, H, W]``, optional
-        Usual masks, for "auto".
+        Typical masks, for "auto".
     replay : "auto", True or False
-        On a GPU, in evaluation without gradients, a call like an earlier one (shapes, strides,
-        dtypes, stream, options, and without a ``capacity`` the room for blocks) is captured in a
-        CUDA graph, and replayed from then on: with a ``capacity`` the host is free at once. A graph
-        repeats what ran on the device, not Python code: ``print`` and counters of a module's
-        ``forward`` do not run again. Parameters, buffers and attributes of modules and of their
-        classes that change are seen, also in lists, dicts, arrays, objects and closures, and the
-        graph is made anew; numbers and tensors that a module takes from elsewhere are not. A
-        network has no graph if it has hooks, or its modules keep more than 4096 such items or 64 KB
-        of arrays, or what changes where Python does not see it (a generator of random numbers, an
-        iterator); nor has a call under a profiler or with more arguments. Calls under autocast have
-        graphs of their own. One that cannot be captured says so in a RuntimeWarning once. At most
-        eight graphs are kept, which share the memory of their activations.
-        On a CPU, in evaluation without gradients and with or without a ``capacity``, the functions
-        that a second call alike computes are recorded, and later calls run them with other images
-        and masks, without the modules' Python code. What is true of graphs is true of these tapes:
-        what changes is seen, and what cannot be recorded, as a number that is read from a tensor,
-        runs at each call. False runs each call.
-        True is "auto", and on a GPU calls that record gradients are captured and replayed, too,
-        with their gradients, under autocast as well: several times as fast as the calls. The second
-        call alike is captured, which takes as long as some six. Optimizers, hooks of parameters,
-        gradients that add up and ``DistributedDataParallel`` work as usual. What a replay could not
-        do runs at each call, as without graphs: a call while the gradients of the call before it
-        may still be asked for, as where one loss has two calls; calls of which a result has no
-        gradient, as it is in no loss; a module with hooks or an attribute that each call sets; and,
-        with one RuntimeWarning, a network that draws random numbers on the host, hangs hooks on
-        tensors, waits for the device or communicates (``SyncBatchNorm``). Gradients that are asked
-        for twice (``retain_graph``), or that have gradients (``create_graph``), run the call once
-        more. Activations of one call stay allocated between steps: memory for them is shared by all
-        graphs, and ``sparse.replay = "auto"`` frees it.
-        Weights that are written to past autograd's versions, through ``weight.data``, NumPy, memory
-        that another process shares (Hogwild) or a fused optimizer that trains ``model`` by itself,
-        do not show that they changed, with any ``replay``: call ``sparse.eval()`` after it, in the
-        process that evaluates.
+        Whether repeated calls are replayed without running the modules' Python code again.
+
+        With "auto" they are, in evaluation without gradients. On a GPU a call like an earlier one
+        (same shapes, strides, dtypes, stream and options, and without a ``capacity`` the same room
+        for blocks) is captured in a CUDA graph and replayed from then on; with a ``capacity`` the
+        host does not wait. On a CPU the functions that a second such call computes are recorded,
+        and later calls run them on other images and masks.
+
+        - ``print`` and counters in a module's ``forward`` do not run again.
+        - Changed parameters, buffers and attributes of modules and of their classes are noticed,
+          also inside lists, dicts, arrays, objects and closures, and the recording is made anew.
+          Changed numbers and tensors that a module takes from elsewhere are not.
+        - Calls run as usual if the network has hooks; if its modules keep more than 4096 such items
+          or 64 KB of arrays, or state that changes unseen (a random generator, an iterator); under
+          a profiler; with more arguments; and where something cannot be recorded, such as a number
+          that is read from a tensor. If a capture fails, a RuntimeWarning says so once.
+        - Calls under autocast have graphs of their own. At most eight graphs are kept, which share
+          the memory of their activations.
+
+        True is "auto", and on a GPU also replays calls that record gradients, with their gradients
+        and also under autocast: several times as fast as eager calls. The second such call is
+        captured, which takes as long as about six. Optimizers, hooks of parameters, accumulated
+        gradients and ``DistributedDataParallel`` work as usual. These run eagerly: a call while
+        gradients of the call before it may still be needed, as with two calls in one loss; calls
+        with a result that gets no gradient; a module with hooks, or with an attribute that each
+        call sets; and, with one RuntimeWarning, a network that draws random numbers on the host,
+        puts hooks on tensors, waits for the device or communicates (``SyncBatchNorm``). Gradients
+        with ``retain_graph`` or ``create_graph`` run the call once more. The activations of one
+        call stay allocated between steps, in memory that all graphs share;
+        ``sparse.replay = "auto"`` frees it.
+
+        With any ``replay``, changes of weights that autograd's versions do not count are not
+        noticed: writes through ``weight.data``, NumPy or memory shared with another process
+        (Hogwild), and steps of a fused optimizer that trains ``model`` by itself. Call
+        ``sparse.eval()`` after them, in the process that evaluates.
 
     Returns
     -------
     SparseModel
-        Called as ``sparse(x, mask)``; ``sparse.model`` is the network.
+        Called as ``sparse(x, mask)``, with a mask ``[N, H, W]`` or ``[N, 1, H, W]``, True or over 0
+        where to compute; see :meth:`SparseModel.forward`. ``sparse.model`` is the network.
 
     Raises
     ------

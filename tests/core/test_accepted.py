@@ -182,5 +182,5 @@ def test_numbers_of_numpy_are_told_apart_by_more_than_their_bytes(xp):
 
     for given, same in ((np.int8(-1), -1), (np.uint8(255), 255), (np.int64(1), 1)):
         assert_same(gathered(given), gathered(same))
-    with pytest.raises(ShapeError, match=r"^boffset must be two integers"):
+    with pytest.raises(ShapeError, match=r"^boffset must be an integer or a pair"):
         gathered(np.array([1, 0], np.int32))  # has the bytes of np.int64(1)

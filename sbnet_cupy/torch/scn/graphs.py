@@ -17,18 +17,19 @@ from .points import whole_numbers
 
 
 def graphed(net, inputs, slack=0.25):
-    """Return ``run(points)``: the network, replayed as a CUDA graph on points of any number.
+    """Return ``run(points)``: the network as a CUDA graph, for different numbers of points.
 
-    An eager call takes milliseconds on the host, a replay some microseconds. The graph has room for
-    a quarter more points, and sites of each layer, than the largest of ``inputs`` needed. Of more
-    points ``run`` raises ShapeError; of more sites than there is room for the last ones are
-    dropped: a later call warns of that, and ``run.check()``, which waits, raises CapacityError.
+    Replaying a graph takes much less of the host's time than an eager call, which takes
+    milliseconds. The graph has room for a quarter more points, and sites of each layer, than the
+    largest of ``inputs`` needed. With more points ``run`` raises ShapeError. With more sites than
+    there is room for, the last ones are dropped: a later call warns of that, and ``run.check()``,
+    which waits, raises CapacityError.
 
-    In evaluation the graph holds a call, and is captured again when weights or attributes have
-    changed; gradients are not computed. Of a network in training it holds results and gradients.
-    There is memory for one call: its gradients must be computed before the next call, and once.
-    To make it changes neither the network nor the state of the random generators. On a CPU there is
-    no graph, and ``run`` calls the network.
+    In evaluation the graph computes the result only, and is captured again when weights or
+    attributes have changed. In training there is a graph for gradients, too. There is memory for
+    one call: compute its gradients before the next call, and once. Making the graph changes neither
+    the network nor the state of the random generators. On a CPU there is no graph, and ``run``
+    calls the network.
 
     Parameters
     ----------
@@ -38,9 +39,9 @@ def graphed(net, inputs, slack=0.25):
         for each point or of a shape that does not depend on them. What you add to the layers of
         this package must leave out rows past the number of sites, as they do.
     inputs : iterable
-        Inputs of the network, as large as those to come.
+        Inputs of the network, as large as those to come; ``[[coords, features]]`` for one.
     slack : float
-        Share of room beyond the most that an input needed.
+        Room beyond the most that an input needed, as a share of it.
 
     Returns
     -------

@@ -18,23 +18,22 @@ _HINT = "return tensors and SparseTensors alone"
 
 
 def graphed(net, inputs, slack=0.25, fill=None):
-    """Return ``run(*tensors)``: the network, replayed as a CUDA graph on points of any number.
+    """Return ``run(*tensors)``: the network as a CUDA graph, for different numbers of points.
 
-    An eager call takes milliseconds on the host, a replay some microseconds. The network is written
-    as for eager calls: lists of sites need no ``capacity``. It is called with each of ``inputs``,
-    and the graph has room for a quarter more points, and sites of each list, than the largest of
-    them needed. Of more points ``run`` raises ShapeError; of more sites than there is room for the
-    last ones are dropped: a later call warns of that, and ``run.check()``, which waits, raises
-    CapacityError.
+    Replaying a graph takes much less of the host's time than an eager call, which takes
+    milliseconds. Write the network as for eager calls: lists of sites need no ``capacity``. It is
+    called with each of ``inputs``, and the graph has room for a quarter more points, and sites of
+    each list, than the largest of them needed. With more points ``run`` raises ShapeError. With
+    more sites than there is room for, the last ones are dropped: a later call warns of that, and
+    ``run.check()``, which waits, raises CapacityError.
 
-    In evaluation the graph holds a call, with the weights of convolutions packed once, and is
-    captured again when weights or attributes have changed; gradients are not computed. Weights that
-    are written to past autograd's versions, through ``weight.data`` or NumPy, do not show that they
-    changed: make the graph again. Of a network in training it holds results and gradients.
-    There is memory for one call: its gradients must be computed before the next call, and once.
-    What only results in no loss depend on has the gradient 0, not None. To make the graph changes
-    neither the network nor the state of the random generators. On a CPU there is no graph, and
-    ``run`` calls the network.
+    In evaluation the graph computes the result only, with the weights of convolutions packed once.
+    It is captured again when weights or attributes have changed; but changes that autograd's
+    versions do not count, through ``weight.data`` or NumPy, are not noticed: make a new graph then.
+    In training there is a graph for gradients, too. There is memory for one call: compute its
+    gradients before the next call, and once. Parameters that affect only results outside the loss
+    have the gradient 0, not None. Making the graph changes neither the network nor the state of the
+    random generators. On a CPU there is no graph, and ``run`` calls the network.
 
     Parameters
     ----------
@@ -44,18 +43,18 @@ def graphed(net, inputs, slack=0.25, fill=None):
         SparseTensor has as many rows as there is room for, and its ``coordinates.valid()`` says
         which hold a site.
     inputs : iterable of tensor, or of tuple of tensor
-        What the network is called with, as large as the calls to come. All tensors that have as
-        many rows as the first one, in each of the inputs, have a row for each point; others must
-        not differ in their shape.
+        Arguments of the network, as large as in the calls to come; ``[tensor]`` for one input of
+        one tensor. Tensors that have as many rows as the first one, in each of the inputs, have a
+        row for each point; the others must have the same shape in all inputs.
     slack : float
-        Share of room beyond the most that an input needed.
+        Room beyond the most that an input needed, as a share of it.
     fill : float or sequence of float, optional
-        What tensors of points hold in rows without a point; one number for each tensor of an input,
-        if they differ. By default NaN for the first tensor of an input and 0 for others, if they
-        are of floats; -1 for whole numbers, and the largest where they have no sign; and False.
-        :func:`voxelize` drops points with a NaN, and :func:`sparse_tensor` and
-        :func:`coordinate_map` rows of a negative sample. Choose numbers outside of ``ranges`` where
-        the points are also multiplied by weights, and for labels the ``ignore_index`` of a loss.
+        Value of rows without a point; a sequence has one for each tensor of an input. By default
+        NaN for the first tensor of an input and 0 for others, if they are floating; -1 for signed
+        integers, the largest value for unsigned ones, and False for bool. :func:`voxelize` drops
+        points with a NaN, and :func:`sparse_tensor` and :func:`coordinate_map` drop rows of a
+        negative sample. Where the points are also multiplied by weights choose a number outside
+        ``ranges``, and for labels the ``ignore_index`` of the loss.
 
     Returns
     -------

@@ -28,7 +28,7 @@ def masked_batch_norm(
 ):  # fmt: skip
     """Normalise each channel by its statistics over the sites.
 
-    ``torch.nn.functional.batch_norm`` of the rows before the count, which nothing waits for.
+    ``torch.nn.functional.batch_norm`` of the rows before the count. Nothing waits for that count.
 
     Parameters
     ----------
