@@ -14,4 +14,4 @@ class DeviceError(RuntimeError):
 
 
 class CapacityError(RuntimeError):
-    """More blocks are active than ``capacity`` has room for."""
+    """There are more active blocks, or sites, than ``capacity`` has room for."""

@@ -25,7 +25,12 @@ def is_readable_int32(array, ndim):
     """Whether ``int32`` numbers with so many axes can be read from an array, or a stand-in."""
     if not can_be_read(array) or len(array.shape) != ndim:
         return False
-    return getattr(array.dtype, "name", str(array.dtype)).removeprefix("torch.") == "int32"
+    return dtype_name(array) == "int32"
+
+
+def dtype_name(array):
+    """Return the name of an array's element type, as "float32" in every library."""
+    return getattr(array.dtype, "name", str(array.dtype)).removeprefix("torch.")
 
 
 def shape_of(array):

@@ -13,7 +13,7 @@ from ..core.arrays import (
 )
 from ..core.checks import check_array
 from ..core.graph_memory import memory_of_graphs
-from ..core.readable import shape_of
+from ..core.readable import dtype_name, shape_of
 from ..errors import DTypeError, ShapeError
 from .adapted import adapted
 from .coordinate_map import CoordinateMap, reduce_rows
@@ -95,7 +95,7 @@ class SparseTensor(ArrayContainer):
             return f"SparseTensor: features {shape_of(self.features)}, coordinates {where!r}"
         return (
             f"SparseTensor: {where._told()} of {self.channels} channels, "
-            f"{self.features.dtype}, on a grid of {where.spatial_shape}, batch of "
+            f"{dtype_name(self.features)}, on a grid of {where.spatial_shape}, batch of "
             f"{where.batch_size}"
         )
 

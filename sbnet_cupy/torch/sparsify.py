@@ -182,7 +182,9 @@ def _samples(masks, block_size, capacity):
 def _list(masks):
     if masks is None or isinstance(masks, list | tuple):
         return masks or ()
-    raise TypeError(f"sample_masks must be a list of tensors, got {type(masks).__name__}")
+    raise TypeError(
+        f"sample_masks must be a list of tensors, got {type(masks).__name__}; pass [mask] for one"
+    )
 
 
 def _sample(mask):

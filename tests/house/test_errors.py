@@ -126,6 +126,8 @@ WINDOW = sbnet_cupy.kernel_map(POINTS, 3, onto=POINTS)
          "got SparseTensor; pass its .features"),
         (lambda: sbnet_cupy.submanifold_conv(POINTS, ramp(4, 2, 3, 3)), ShapeError,
          r"move the first two axes of a weight \(K, C, \*kernel_size\) to the end"),
+        (lambda: sbnet_cupy.block_table(np.ones((2, 1, 8, 8)), 4), ShapeError,
+         r"got \(2, 1, 8, 8\); pass mask\[:, 0\]"),
         (lambda: sbnet_cupy.global_pool(POINTS, "avg"), ValueError,
          "reduce must be 'max', 'mean' or 'sum', got 'avg'"),
     ],

@@ -73,9 +73,9 @@ def sparse_res_block_bottleneck(
         :class:`PackedBottleneck` saves the fused method the work of laying them out, and brings its
         own ``precision``.
     indices : ActiveBlocks, (bin_counts, active_block_indices), or a mask
-        What :func:`reduce_mask` returns for the grid of ``block_params``. A mask of shape (N, H, W)
-        or (N, H, W, 1), or (H, W) for one image, is listed as :meth:`ActiveBlocks.from_mask` does:
-        a block is active where a pixel under its output pixels is greater than 0.
+        What :func:`reduce_mask` returns for the grid of ``block_params``. Of a mask of shape
+        (N, H, W), (N, H, W, 1) or (N, 1, H, W), or (H, W) for one image, the blocks are listed as
+        by :meth:`ActiveBlocks.from_mask`: those with a mask pixel over 0 under their output pixels.
     block_params : BlockParams, optional
         ``calc_block_params_res_block(x.shape, block, [1, 3, 1], strides)``, where ``block`` is the
         size of an input block. Not needed with ``bsize``.

@@ -126,8 +126,8 @@ def threshold(picture, level):
     Parameters
     ----------
     picture : array, shape (H, W), (H, W, C) or (N, H, W, C)
-        Bool, integer or float. A pixel is active when any of its channels exceeds the level; NaN
-        does not.
+        Bool, integer or float, channels last: of a PyTorch image pass ``x.permute(0, 2, 3, 1)``. A
+        pixel is active when any of its channels exceeds the level; NaN does not.
     level : float
         Active pixels are strictly greater. The level is not rounded to the element type.
 
@@ -158,7 +158,8 @@ def change(previous, current, level):
     Parameters
     ----------
     previous, current : array, shape (H, W), (H, W, C) or (N, H, W, C)
-        Two frames of one shape and element type. Differences of integers do not wrap around.
+        Two frames of one shape and element type, channels last. Differences of integers do not wrap
+        around.
     level : float
         Pixels with ``abs(current - previous) > level`` in any channel are active; NaN is not.
 

@@ -167,7 +167,8 @@ def _check(mask, block_count, capacity):
     """Check the mask and the sizes; return the grid of blocks (N, h, w)."""
     check_array("mask", mask, ndim=(3, 4), kinds="biuf")
     if mask.ndim == 4 and mask.shape[3] != 1:
-        raise ShapeError(f"mask must have shape (N, H, W) or (N, H, W, 1), got {mask.shape}")
+        hint = "; pass mask[:, 0]" if mask.shape[1] == 1 else ""
+        raise ShapeError(f"mask must have shape (N, H, W) or (N, H, W, 1), got {mask.shape}{hint}")
     check_contiguous("mask", mask)
     if max(mask.shape) >= 2**30:
         raise ShapeError(f"mask must be under 2**30 along each axis, got {mask.shape}")

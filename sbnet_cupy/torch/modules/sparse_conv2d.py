@@ -103,13 +103,26 @@ class SparseConv2d(BlockModule, torch.nn.Conv2d):
         Parameters
         ----------
         x : tensor, shape (N, in_channels, H, W)
-            Contiguous or channels_last; one that is neither is copied.
+            In the dtype of the weight. Contiguous or channels_last; one that is neither is copied.
         mask : tensor, shape (N, H, W) or (N, 1, H, W), or ActiveBlocks with ``params``
-            Where the image matters; also (H, W) for one image.
+            True, or over 0, where to compute; also (H, W) for one image.
         params : BlockParams, optional
-            That of the listed blocks; its ``bsize`` may differ from ``block_size``.
+            That of the listed blocks; its ``bsize`` may differ from ``block_size``. Both are what
+            :meth:`active_blocks` returns.
         base : tensor, shape (N, out_channels, H', W'), optional
             Result outside active blocks.
+
+        Returns
+        -------
+        y : tensor, shape (N, out_channels, H', W')
+            channels_last if ``x`` is.
+
+        Raises
+        ------
+        ShapeError, DTypeError, DeviceError
+            If a size, dtype or device does not fit.
+        TypeError
+            If a list of blocks comes without ``params``.
         """
         check_nchw(x, self.in_channels)
         active, params = self._blocks(x, mask, params)
