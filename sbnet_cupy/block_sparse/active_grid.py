@@ -22,6 +22,7 @@ def check_active_grid(indices, images, bcount):
     if any(None not in (a, b) and a != b for a, b in zip(grid, expected, strict=True)):
         raise ShapeError(
             f"indices must list blocks of the grid {expected} (images, block rows, block columns) "
-            f"of this x and block_params, got an ActiveBlocks of the grid {tuple(grid)}; make one "
-            "with reduce_mask(mask, block_params.bcount, ...) for a mask of this x"
+            f"of this x and these blocks, got an ActiveBlocks of the grid {tuple(grid)}; make one "
+            "by ActiveBlocks.from_mask with the same bsize, strides and padding, or by reduce_mask "
+            "with block_params.bcount"
         )

@@ -5,7 +5,15 @@ import re
 from typing import TypeVar
 
 _INSERTED = re.compile(r"^Parameters\n-+$.*?(?=^Examples\n-+$)", re.MULTILINE | re.DOTALL)
+_PARAMETER = r"^{} :[^\n]*\n(?:    [^\n]*\n)+"
+_LISTED = r", {}(?=(?:, \w+)*$)"
 _EXAMPLES = re.compile(r"^Examples\n-+$", re.MULTILINE)
+NO_PACKED = (  # for ``without``: of an adapter that takes weights as arrays alone
+    r",? or PackedWeights",
+    r"\s+On a\s+GPU an array is[^.]*:class:`PackedWeights` once[^.]*\.",
+    r"; None where ``w`` is\s+a PackedWeights, which has its own",
+    r"\s+That and the format of a\s+PackedWeights hold without being given\.",
+)
 _Function = TypeVar("_Function")
 _WORDS = {  # a space is any white space
     r"C-contiguous; a NumPy array that is not is copied\.": "Copied if it is not contiguous.",
@@ -18,12 +26,13 @@ _WORDS = {  # a space is any white space
 }
 
 
-def documented_as(core, array):
+def documented_as(core, array, without=()):
     """Return a decorator that completes a docstring from that of a function of the core.
 
     A docstring of the adapter says what differs, and ends in examples. All that stands between
     these two in the core's (parameters, result, errors, source) is put between them, in words for
-    arrays of one library, which are copied where they are not contiguous.
+    arrays of one library, which are copied where they are not contiguous. Parameters that the
+    adapter's function does not have are left out.
 
     Parameters
     ----------
@@ -31,6 +40,8 @@ def documented_as(core, array):
         That of the same name and signature.
     array : str
         What the library calls an array.
+    without : sequence of str
+        Regular expressions of what the core's docstring says and the adapter's does not.
 
     Examples
     --------
@@ -66,6 +77,10 @@ def documented_as(core, array):
         if function.__doc__ is None:  # python -OO
             return function
         own, inserted = inspect.getdoc(function), _INSERTED.search(inspect.getdoc(core)).group()
+        own_names = inspect.signature(function).parameters
+        missing = inspect.signature(core).parameters.keys() - own_names.keys()
+        for phrase in (*map(_PARAMETER.format, missing), *map(_LISTED.format, missing), *without):
+            inserted = re.sub(phrase, "", inserted, flags=re.MULTILINE | re.DOTALL)
         words = {
             **_WORDS,
             r"\ban array\b(?!-like)": f"a {array}",

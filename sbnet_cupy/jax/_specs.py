@@ -40,8 +40,9 @@ def spec_of(name, value):
         return None
     if not isinstance(value, jax.Array):
         if library_of(value) is None:
+            instead = getattr(type(value), "instead", "use jax.numpy.asarray")
             raise DTypeError(
-                f"{name} must be a JAX array, got {type(value).__name__}; use jax.numpy.asarray"
+                f"{name} must be a JAX array, got {type(value).__name__}; {instead}"
             )
         raise DeviceError(
             f"{name} must be a JAX array, got one of {library_of(value).name}; convert it with "

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import sbnet_cupy as core
+
 from ..core.arrays import compute_dtype
 from ..core.checks import check_array
 from ..core.scalars import as_number
@@ -30,6 +32,7 @@ from ..submanifold.new_sites import check_new_grid
 from ..submanifold.site_arguments import MODES, check_capacity, check_grid, check_indices
 from ..submanifold.sparse_tensor import SparseTensor, check_rows, check_tensor
 from ..submanifold.window import Window, coarse_shape, fine_shape, read_offsets, read_window
+from ._documentation import documented
 from ._sites import (
     distinct,
     find,
@@ -82,6 +85,7 @@ def coordinate_map(
     return made, inverse
 
 
+@documented(core.sparse_tensor)
 def sparse_tensor(
     features, indices, *, spatial_shape=None, batch_size=None, mode="unique", order="leaf",
     capacity=None,
@@ -177,6 +181,7 @@ def _select(coordinates, mask, capacity):
 ADAPTED["jax", "select"] = _select
 
 
+@documented(core.dense_to_sparse)
 def dense_to_sparse(x, *, tol=0.0, mask=None, capacity=None, data_format="channels_last"):
     """List the cells of a grid that are not 0: :func:`sbnet_cupy.dense_to_sparse` for JAX.
 
@@ -206,6 +211,7 @@ def dense_to_sparse(x, *, tol=0.0, mask=None, capacity=None, data_format="channe
     return SparseTensor(rows_at(x.reshape(listed.size, x.shape[-1]), cells), made)
 
 
+@documented(core.sparse_to_dense)
 def sparse_to_dense(x, *, fill=0.0, data_format="channels_last", spatial_shape=None):
     """Put features at their cells of a whole grid: :func:`sbnet_cupy.sparse_to_dense` for JAX.
 
@@ -229,14 +235,15 @@ def sparse_to_dense(x, *, fill=0.0, data_format="channels_last", spatial_shape=N
 ADAPTED["jax", "sparse_to_dense"] = sparse_to_dense
 
 
+@documented(core.kernel_map)
 def kernel_map(
     coordinates, kernel_size=None, *, stride: Any = 1, dilation: Any = 1, padding=None, onto=None,
     transposed=False, output_padding: Any = 0, offsets=None, capacity=None,
 ):  # fmt: skip
     """Find which rows a convolution reads, and the sites of its result.
 
-    As :func:`sbnet_cupy.kernel_map` for JAX. New sites need a ``capacity`` inside ``jit`` and
-    outside of it; by default there is room for all that there can be.
+    As :func:`sbnet_cupy.kernel_map` for JAX. By default the ``capacity`` of new sites is the
+    largest possible number of sites.
 
     Examples
     --------

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import sbnet_cupy as core
+
 from ..block_sparse.active_blocks import ActiveBlocks
 from ..block_sparse.from_mask import batch_of_one
 from ..block_sparse.stack.block_table import BlockTable
@@ -26,6 +28,7 @@ from ..core.checks import check_array
 from ..core.sizes import pair
 from ..errors import DTypeError, ShapeError
 from . import _namespace as ops
+from ._documentation import documented
 from ._places import Places, specs_of_table
 from ._specs import spec_of
 from .ops import reduce_mask
@@ -87,6 +90,7 @@ def block_table(
     return BlockTable(counts, indices, grid, block, image)
 
 
+@documented(core.stack_from_image)
 def stack_from_image(x, table, *, data_format="NHWC"):
     """Copy the active blocks of images into a stack: :func:`sbnet_cupy.stack_from_image`.
 
@@ -104,6 +108,7 @@ def stack_from_image(x, table, *, data_format="NHWC"):
     return ops.gather(x, *active, table.block_size, **layout)
 
 
+@documented(core.stack_to_image)
 def stack_to_image(stack, table, *, background: Any = 0, data_format="NHWC"):
     """Write the blocks of a stack into images: :func:`sbnet_cupy.stack_to_image`.
 
@@ -141,6 +146,7 @@ def stack_to_image(stack, table, *, background: Any = 0, data_format="NHWC"):
     return ops.scatter(stack, *active, below, table.block_size, **layout)
 
 
+@documented(core.stack_pixel_mask)
 def stack_pixel_mask(table):
     """Tell which pixels of a stack are in the image: :func:`sbnet_cupy.stack_pixel_mask`.
 
@@ -154,6 +160,7 @@ def stack_pixel_mask(table):
     return Places(table).own()[..., 0]
 
 
+@documented(core.stack_halo)
 def stack_halo(x, table, pads, *, fill: Any = 0):
     """Give each block a rim of pixels from the blocks around it: :func:`sbnet_cupy.stack_halo`.
 
@@ -170,6 +177,7 @@ def stack_halo(x, table, pads, *, fill: Any = 0):
     return Places(table).fetch(x, *halo_axes(table.block_size, resolve_pads(pads)), fill)
 
 
+@documented(core.stack_conv2d)
 def stack_conv2d(
     x,
     w,
@@ -271,6 +279,7 @@ def _to_fine(x, w, places, window, groups, precision):
     return ops.convolve_wide(halo, w[::-1, ::-1], precision=precision, **options)
 
 
+@documented(core.stack_per_block)
 def stack_per_block(values, table):
     """Repeat the values of each image for its blocks: :func:`sbnet_cupy.stack_per_block`.
 
@@ -287,17 +296,13 @@ def stack_per_block(values, table):
     return Places(table).of_images(values)[:, None, None]
 
 
+@documented(core.stack_interpolate)
 def stack_interpolate(
     x, table, *, scale_factor, size=None, mode="nearest", align_corners=False
 ):  # fmt: skip
     """Resize the images that a stack is part of: :func:`sbnet_cupy.stack_interpolate`.
 
-    By whole factors only: a resize to an other ``size``, or with ``align_corners``, is refused.
-
-    Raises
-    ------
-    NotImplementedError
-        If new blocks are no whole multiples of the old, or pixels lie otherwise in each block.
+    By whole factors only: another ``size``, or ``align_corners``, raises NotImplementedError.
 
     Examples
     --------

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import sbnet_cupy as core
+
 from ..block_sparse.stack.block_table import BlockTable
 from ..block_sparse.stack.checks import check_stack
 from ..block_sparse.stack.neighbours import Axis
@@ -17,10 +19,12 @@ from ..block_sparse.stack.stack_global_pool import MODES
 from ..block_sparse.stack.stack_max_pool import STACK_MAX_POOL
 from ..core.arrays import compute_dtype
 from ..dense.conv2d import check_choice
+from ._documentation import documented
 from ._places import Places, specs_of_table
 from ._specs import spec_of
 
 
+@documented(core.stack_max_pool)
 def stack_max_pool(
     x, table, *, kernel, strides=None, padding: Any = 0, dilation: Any = 1, ceil_mode=False
 ):
@@ -45,6 +49,7 @@ def stack_max_pool(
     return jnp.where(seen & after.own(), y, 0)
 
 
+@documented(core.stack_avg_pool)
 def stack_avg_pool(
     x, table, *, kernel, strides=None, padding: Any = 0, ceil_mode=False, count_include_pad=True,
     divisor=None,
@@ -100,6 +105,7 @@ def _counted(places, window, axis, padded):
     return sum(((start + t >= 0) & (start + t < size)).astype(jnp.int32) for t in range(taps.count))
 
 
+@documented(core.stack_global_pool)
 def stack_global_pool(x, table, *, mode="mean"):
     """Reduce each image of a stack to one value a channel: :func:`sbnet_cupy.stack_global_pool`.
 

@@ -5,6 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+import sbnet_cupy as core
+
 from ..core.arrays import compute_dtype
 from ..core.checks import check_array
 from ..submanifold import sparse_tensor
@@ -14,11 +16,13 @@ from ..submanifold.site_conv import SITE_CONV
 from ..submanifold.sparse_tensor import SparseTensor
 from ..submanifold.submanifold_conv import kernel_of
 from . import _namespace as ops
+from ._documentation import documented
 from ._sites import rows_at, valid_rows
 from ._specs import spec_of
 from .sites import kernel_map, number_of, sites_of, way_back
 
 
+@documented(core.site_conv)
 def site_conv(
     features, w, kernel_map, *, groups=1, bias=None, scale=None, residual=None, activation=None,
     precision=None,

@@ -37,9 +37,10 @@ def tensor_of(name, value):
     if tf.is_tensor(value):  # a variable of Keras: in the dtype that its layer computes in
         return tf.convert_to_tensor(value)
     if library_of(value) is None:
+        convert = "use tf.convert_to_tensor, or wrap the call in a layer for symbolic inputs"
+        instead = getattr(type(value), "instead", convert)
         raise DTypeError(
-            f"{name} must be a TensorFlow tensor, got {type(value).__name__}; use "
-            "tf.convert_to_tensor, or wrap the call in a layer to use it with symbolic inputs"
+            f"{name} must be a TensorFlow tensor, got {type(value).__name__}; {instead}"
         )
     raise DeviceError(
         f"{name} must be a TensorFlow tensor, got an array of {library_of(value).name}; convert it "

@@ -6,13 +6,13 @@ from typing import Any
 import sbnet_cupy as core
 
 from ..core.arrays import array_function
-from ..core.documentation import documented_as
+from ..core.documentation import NO_PACKED, documented_as
 from ..submanifold.kernel_map import made_by
 from ..submanifold.sparse_tensor import SparseTensor, check_tensor, sites_of
 from ..submanifold.submanifold_conv import features_on, kernel_of
 from ._eager import differentiable, eager
 
-_documented = functools.partial(documented_as, array="tensor")
+_documented = functools.partial(documented_as, array="tensor", without=NO_PACKED)
 
 
 @_documented(core.site_conv)

@@ -303,7 +303,7 @@ def test_refusals():
             block_params=params)  # fmt: skip
     refuses(DTypeError, "^indices", indices=MASK.astype(complex))
     refuses(TypeError, "indices must be", indices=MASK.tolist())
-    refuses(ShapeError, "^indices must list blocks of the grid", indices=active, bsize=3)
+    refuses(ShapeError, "^indices must list blocks .* with the same bsize", indices=active, bsize=3)
 
 
 def test_refusals_of_adapters(torch, st, jax, sbj, tf, sbt):

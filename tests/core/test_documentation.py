@@ -31,3 +31,35 @@ def test_what_is_of_numpy_keeps_its_name():
         "x : tensor, or a tensor of tensors Not an array-like or NumPy arrays. An integer NumPy "
         "array, array-like of int."
     )
+
+
+def test_what_an_adapter_does_not_have_is_left_out():
+    def core(x, out=None, y=None):
+        """Do something.
+
+        Parameters
+        ----------
+        x : array, or Packed
+            Contiguous.
+        out : array, optional
+            Receives the result,
+            and is returned.
+        y : array
+            Another.
+
+        Source: a book.
+
+        Examples
+        --------
+        """
+
+    @documented_as(core, "tensor", without=(r", or Packed", r"^Source: .*?\n\n"))
+    def own(x, y=None):
+        """Do something.
+
+        Examples
+        --------
+        """
+
+    words = " ".join(own.__doc__.split())
+    assert "x : tensor Contiguous. y : tensor Another. Examples" in words
