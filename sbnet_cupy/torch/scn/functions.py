@@ -147,12 +147,15 @@ def _check_lists(name, rows, other, values):
 
 
 def pad_with_batch_idx(x, idx):
-    """Append a column with the number of a sample to coordinates."""
+    """Append the number of a sample to coordinates: ``[n, d]`` to ``[n, d + 1]``."""
     return torch.cat([x, x.new_full((len(x), 1), idx)], 1)
 
 
 def batch_location_tensors(location_tensors):
-    """Return the coordinates of several samples as one list, with the sample in the last column."""
+    """Join the coordinates of samples, a list of ``[n_i, d]``, to ``[sum(n_i), d + 1]``.
+
+    The last column is the number of the sample.
+    """
     listed = [pad_with_batch_idx(x, i) for i, x in enumerate(location_tensors) if x.numel()]
     empty = [pad_with_batch_idx(x, 0) for x in location_tensors if x.dim() == 2 and not x.numel()]
     if not (listed or empty):

@@ -237,7 +237,24 @@ def MultiscaleShapeContext(
     dimension, n_features=1, n_layers=3, shape_context_size: Any = 3, downsample_size: Any = 2,
     downsample_stride: Any = 2, bn=True,
 ):  # fmt: skip
-    """Return shape contexts of several scales side by side: each of averages of the one before."""
+    """Return a layer with shape contexts of several scales side by side.
+
+    Each scale is made of averages of the one before.
+
+    Parameters
+    ----------
+    dimension : int
+        Axes of the grid.
+    n_features : int
+        Planes of the input.
+    n_layers : int
+        Number of scales.
+    shape_context_size, downsample_size, downsample_stride : int, sequence of int or LongTensor
+        Cells of the window of a :class:`ShapeContext`; size and stride of the average pooling
+        between scales.
+    bn : bool
+        Whether a batch norm follows.
+    """
     if not is_integer(n_layers) or n_layers < 1:
         raise ShapeError(f"n_layers must be a positive integer, got {n_layers!r}")
     context = ShapeContext(dimension, n_features, shape_context_size)

@@ -8,7 +8,7 @@ from .pooling import MaxPooling, UnPooling
 
 
 def BatchNormELU(nPlanes, eps=1e-4, momentum=0.9):
-    """Return a batch norm, then an ELU."""
+    """Return a Sequential of a batch norm (see :class:`BatchNormalization`) and an ELU."""
     return Sequential().add(BatchNormalization(nPlanes, eps, momentum)).add(ELU())
 
 
@@ -168,6 +168,19 @@ def UNet(
         Slope of activations for negative values.
     n_input_planes : int
         Planes of the input, ``nPlanes[0]`` by default.
+
+    Returns
+    -------
+    Sequential
+        For inputs whose spatial size fits the convolutions between levels: with ``downsample=[2,
+        2]`` a multiple of ``2 ** (len(nPlanes) - 1)``.
+
+    Examples
+    --------
+    >>> points = torch.tensor([[1, 1], [5, 6]]), torch.ones(2, 4)
+    >>> net = Sequential(InputLayer(2, 8), UNet(2, 1, [4, 8]), OutputLayer(2))
+    >>> net(points).shape
+    torch.Size([2, 4])
     """
     nPlanes, downsample = _levels(nPlanes, downsample)
 

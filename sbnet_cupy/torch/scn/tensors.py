@@ -15,7 +15,7 @@ from ..submanifold.operations import transposed_rows
 
 
 def toLongTensor(dimension, x):
-    """Return one integer for each dimension as a LongTensor."""
+    """Return ``x``, an int or one for each dimension, as a LongTensor of ``[dimension]``."""
     return sizes_of("x", dimension, x)
 
 
