@@ -136,9 +136,9 @@ for name, why in sparse.dense_layers.items():
     print(f"{name}: {why}")
 
 # %% [markdown]
-# On a full mask every block is active, and the network is the dense one: the predictions are the
-# same, and the logits differ by no more than rounding. A logit is a sum of sums, added up in
-# another order: the error of that grows like the root of the number of terms.
+# On a full mask every block is active, and the result is that of the dense network: the predictions
+# are the same, and the logits differ by no more than rounding. Sums are added up in another order, so
+# the rounding error grows like the square root of the number of terms.
 
 # %%
 full = predict(sparse, images, torch.ones_like(ink))
@@ -166,8 +166,8 @@ print(f"ink mask: {accuracy(inked):.1%} of the test sheets are right")
 # %% [markdown]
 # ## Training through the sparse network
 #
-# Far from the ink the dense network computed what its batch norms make of an empty sheet; now there
-# are zeros, and the weights have never seen that. Training goes on with the mask, and mends it.
+# Far from the ink the dense network computed what its batch norms make of an empty sheet. Now there
+# are zeros, which the weights were not trained for. Training continues with the mask to adapt them.
 # Gradients, too, are computed on active blocks only.
 
 # %%

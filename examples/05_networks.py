@@ -14,8 +14,8 @@
 # `sparsify` runs an ordinary PyTorch network only in the blocks of an image in which a mask is set.
 # This notebook does that on a CPU, in float32, with two networks: ResNet-18 on a LiDAR scan seen
 # from above, and a U-Net on a picture of stained tissue. It compares results and times with the
-# dense networks, layer by layer, finds the share of active blocks at which both take as long, and
-# shows what changes near the edges of blocks.
+# dense networks, layer by layer, finds the share of active blocks at which both take the same time,
+# and shows what changes near the edges of blocks.
 #
 # Needs `pip install "sbnet-cupy[demo,torch]"`. The weights are random: what a network computes does
 # not change how long it takes.
@@ -141,9 +141,9 @@ print(f"dense {scan_ms:.0f} ms, sparse {sparse_ms:.0f} ms: {times_faster:.1f} ti
 # %% [markdown]
 # ## The crossover
 #
-# The same network with more and more of the blocks active. Above the share at which a stack of
-# blocks takes as long as the image, `sparsify` computes the image, 0 outside active blocks;
-# `sparse.tune(x)` measures where that is.
+# The same network with more and more of the blocks active. Where the whole image is faster than a
+# stack of blocks, `sparsify` computes the image, set to 0 outside active blocks. `sparse.tune(x)`
+# measures from which share on that is so.
 
 # %%
 blocks = torch.arange(16 * 12).view(1, 16, 12)
