@@ -517,7 +517,7 @@ def test_the_shape_may_be_a_tensor(torch, st, device):
             x = st.sparse_tensor(features, rows, spatial_shape=given)
             assert st.sparse_to_dense(x, spatial_shape=given + 1).shape == (1, 5, 6, 1)
     for bad in (torch.ones(2), torch.LongTensor([4]), torch.LongTensor([[4, 5]])):
-        with pytest.raises(sb.ShapeError, match="spatial_shape must be 2 non-negative"):
+        with pytest.raises(sb.ShapeError, match="spatial_shape must be a non-negative"):
             st.coordinate_map(rows, spatial_shape=bad)
 
 
