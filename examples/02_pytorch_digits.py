@@ -137,8 +137,8 @@ for name, why in sparse.dense_layers.items():
 
 # %% [markdown]
 # On a full mask every block is active, and the result is that of the dense network: the predictions
-# are the same, and the logits differ by no more than rounding. Sums are added up in another order, so
-# the rounding error grows like the square root of the number of terms.
+# are the same, and the logits differ by no more than rounding. Sums are added up in another order,
+# so the rounding error grows like the square root of the number of terms.
 
 # %%
 full = predict(sparse, images, torch.ones_like(ink))
