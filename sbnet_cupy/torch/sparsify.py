@@ -81,6 +81,9 @@ def sparsify(
           or 64 KB of arrays, or state that changes unseen (a random generator, an iterator); under
           a profiler; with more arguments; and where something cannot be recorded, such as a number
           that is read from a tensor. If a capture fails, a RuntimeWarning says so once.
+        - On a GPU a copy of the network is called once or twice, without computing anything, before
+          the first call of a kind, to find and compile its kernels at once; in training, too. Only
+          what the modules' code does elsewhere, such as ``print``, shows. Not with False.
         - Calls under autocast have graphs of their own. At most eight graphs are kept, which share
           the memory of their activations.
 

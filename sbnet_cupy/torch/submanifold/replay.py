@@ -1,6 +1,5 @@
 """Calls of a network at sites by a CUDA graph: points are padded, and room for sites is watched."""
 
-import copy
 import math
 
 import torch
@@ -13,7 +12,6 @@ from ...submanifold.coordinate_map import CoordinateMap
 from ...submanifold.sparse_tensor import SparseTensor
 from ..network.ends import warn
 from ..network.graphs import capture
-from ..network.rehearsal import differentiate, may_copy, rehearse
 from ..network.state import State
 from ..network.training_graphs import Graphs, check_replayable, refuse_hooks
 from .kept_weights import KeptWeights
@@ -53,31 +51,18 @@ class Replayed:
         self.device = tensors[0].device
         with torch.cuda.device(self.device):
             self._form = _Form(hint)
-            own = self._padded(tensors, room)
-            self._rehearse(own)
             self._of_points = self._leaves_of_points(tensors)
             self._seen = torch.zeros(call.most.shape, dtype=torch.int32, pin_memory=True)
             self._copied = torch.cuda.Event()
             self._copied.record()
         self._warned = False
+        own = self._padded(tensors, room)
         if net.training:
             self._graphs = Graphs(_Tensors(call, self._form), own, net)
         else:
             self._own = [tensor.detach().clone() for tensor in own]
             self._capture()
         call.most.zero_()
-
-    def _rehearse(self, own):
-        """Compile the kernels of a call at once, and of its gradients in training."""
-
-        def call():
-            twin = copy.deepcopy(self._call)
-            with torch.set_grad_enabled(self.net.training):
-                leaves = _Form("").taken_apart(twin(*own))
-                differentiate(leaves, twin.parameters())
-
-        if may_copy(self.net):
-            rehearse(call, self.device)
 
     def _capture(self):
         """Capture a call in evaluation."""
