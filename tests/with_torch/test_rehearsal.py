@@ -74,7 +74,9 @@ def test_a_rehearsal_leaves_no_trace(st, on_cpu, monkeypatch, training):
 
     sparse, *given = parts(st, nn.Sequential(Joined(), nn.Dropout(0.5)))
     sparse.train(training)
-    before = copy.deepcopy(sparse.state_dict()), torch.get_rng_state()
+    before, hooked = (copy.deepcopy(sparse.state_dict()), torch.get_rng_state()), []
+    for parameter in sparse.parameters():
+        parameter.register_hook(hooked.append)
     ran, run = [], type(sparse)._run
 
     def count(self, table, x, args=(), kwargs=None, outside=0.0):
@@ -92,7 +94,7 @@ def test_a_rehearsal_leaves_no_trace(st, on_cpu, monkeypatch, training):
         assert torch.equal(value, before[0][name]), name
     assert torch.equal(torch.get_rng_state(), before[1])
     assert sparse.model[0].calls == 0 and not sparse._weights.kept
-    assert all(p.grad is None for p in sparse.parameters())
+    assert all(p.grad is None for p in sparse.parameters()) and not hooked
 
 
 def test_what_is_kept_of_weights_is_read_and_not_written(st):

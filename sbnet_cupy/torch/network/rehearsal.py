@@ -65,12 +65,6 @@ def may_copy(net):
     return not distributed and State(net).fit
 
 
-def copied(net, others=()):
-    """Return a copy of a module that has its parameters, and some other tensors of its own."""
-    shared = (*net.parameters(), *others)
-    return copy.deepcopy(net, {id(tensor): tensor for tensor in shared})
-
-
 def rehearse(run, device):
     """Find out which kernels ``run()`` would launch, and compile those that are not on disk.
 
@@ -99,14 +93,19 @@ def differentiate(leaves, wanted):
 
 
 def _twin(sparse, is_first):
-    """Return a copy of a network, with its parameters.
+    """Return a copy of a network.
 
-    Its buffers are others, to which calls may write. If calls were made which have not, both have
-    the same buffers in evaluation, and what was made of the weights.
+    Its buffers are others, to which calls may write, and with gradients its parameters, which may
+    have hooks. If calls in evaluation were made which have left the buffers alone, both have the
+    same ones, and what was made of the weights.
     """
-    is_known = not (is_first or torch.is_grad_enabled() or sparse.training)
-    is_known = is_known and not sparse._replays.changes
-    twin = copied(sparse, sparse.buffers() if is_known else ())
+    is_known, shared = False, ()
+    if not torch.is_grad_enabled():
+        shared = sparse.parameters()
+        is_known = not (is_first or sparse.training or sparse._replays.changes)
+    if is_known:
+        shared = (*shared, *sparse.buffers())
+    twin = copy.deepcopy(sparse, {id(tensor): tensor for tensor in shared})
     twin._joins = sparse._joins
     if is_known:
         twin._weights = sparse._weights.copied()
