@@ -65,8 +65,9 @@ class Note:
         return self._path.exists()
 
     def write(self):
-        """Write it."""
-        self._path.touch()
+        """Write it, where there is space; it is not needed."""
+        with contextlib.suppress(OSError):
+            self._path.touch()
 
 
 def _processors():

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import threading
+import types
 
 import pytest
 
@@ -65,6 +66,71 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(rehearsal, "compile_kernels", found.append)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     return found
+
+
+class Notes(set):
+    """Notes on disk, as a set of what they say."""
+
+    def __call__(self, text):
+        return types.SimpleNamespace(
+            is_there=lambda: text in self, write=lambda: self.add(text), text=text
+        )
+
+
+@pytest.fixture
+def rehearsed(monkeypatch):
+    """Return (calls that are rehearsed, the notes on disk)."""
+    from sbnet_cupy.torch.network import rehearsal
+
+    done, notes = [], Notes()
+    monkeypatch.setattr(rehearsal, "rehearse", lambda run, device: done.append(device))
+    monkeypatch.setattr(rehearsal, "Note", notes)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return done, notes
+
+
+def test_the_first_call_of_a_kind_is_rehearsed(st, rehearsed):
+    """Once in all processes; of other shapes, dtypes, rows and modes of the network again."""
+    done, notes = rehearsed
+    sparse, x, table, _ = parts(st)
+    sparse.eval()
+
+    def before(x=x, times=2):
+        for _ in range(times):
+            sparse._rehearsals.before(sparse, x, table, 0.0)
+        return len(done)
+
+    with torch.no_grad():
+        assert before() == 1
+        assert before(x.half()) == 2 and before(torch.randn(1, 3, *SIZE[::-1])) == 3
+    assert before() == 4  # gradients are recorded
+    sparse.train()
+    assert before() == 5
+    assert len(notes) == 5
+    sparse._rehearsals = type(sparse._rehearsals)()  # of another process
+    assert before() == 5
+    notes.clear()
+    sparse._rehearsals = type(sparse._rehearsals)()
+    sparse.replay = False
+    assert before() == 5
+    sparse.replay = "auto"
+    with torch.utils._python_dispatch.TorchDispatchMode():
+        assert before(times=1) == 5
+    sparse._rehearsals = type(sparse._rehearsals)()
+    sparse.model.first.register_forward_hook(lambda *given: None)
+    assert before() == 5
+
+
+def test_a_module_that_does_not_print_is_rehearsed_in_each_process(st, rehearsed):
+    class Silent(nn.Conv2d):
+        def extra_repr(self):
+            raise RuntimeError("not yet")
+
+    done, notes = rehearsed
+    sparse, x, table, _ = parts(st, nn.Sequential(Silent(3, 4, 3)))
+    sparse._rehearsals.before(sparse, x, table, 0.0)
+    assert len(done) == 1 and not notes
 
 
 @pytest.mark.parametrize("training", [False, True])

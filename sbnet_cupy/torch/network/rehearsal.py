@@ -30,7 +30,7 @@ class Rehearsals:
     """The kinds of calls that a network has made on a GPU."""
 
     def __init__(self):
-        self._seen = set()
+        self._seen, self._has_evaluated = set(), False
 
     def before(self, sparse, x, table, outside):
         """Compile the kernels of a call that is about to be made, if it is the first of its kind.
@@ -46,17 +46,28 @@ class Rehearsals:
         )  # fmt: skip
         if kind in self._seen:
             return
-        is_first = not self._seen
         if len(self._seen) >= _MOST:
             self._seen.clear()
         self._seen.add(kind)
+        is_first = not self._has_evaluated
+        if not (sparse.training or torch.is_grad_enabled()):
+            self._has_evaluated = True
         if is_watched() or in_transform() or torch.cuda.is_current_stream_capturing():
             return
         with torch.cuda.device(x.device):
-            note = Note(f"{sparse.model} {kind[:1] + kind[2:]}")
-            if not note.is_there() and may_copy(sparse.model):
+            note = _note_of(sparse.model, kind[:1] + kind[2:])  # for any device of this kind
+            if (note is None or not note.is_there()) and may_copy(sparse.model):
                 rehearse(lambda: _calls(sparse, x, table, outside, is_first), x.device)
-                note.write()
+                if note is not None:
+                    note.write()
+
+
+def _note_of(model, kind):
+    """Return the note on disk of a kind of calls; None of modules that do not print."""
+    try:
+        return Note(f"{model} {kind}")
+    except Exception:
+        return None
 
 
 def may_copy(net):
@@ -79,7 +90,7 @@ def rehearse(run, device):
     ):  # fmt: skip
         run()
     with contextlib.suppress(Exception), torch.cuda.device(device):
-        compile_kernels(kernels)
+        compile_kernels(kernels)  # of which one that does not compile may not be needed
 
 
 def differentiate(leaves, wanted):
