@@ -122,20 +122,19 @@ def current_architecture():
 
 def cubin_on_disk(stem, expression, arch):
     """Return (path of the cubin, symbol). A truncated or foreign file is compiled again."""
-    cubin = _path_of(stem, expression, arch)
-    symbol = _kept_symbol(cubin)
-    if symbol is not None:
-        return cubin, symbol
+    cubin = path_on_disk(stem, expression, arch).with_suffix(".cubin")
+    note = cubin.with_suffix(".json")
+    try:
+        known = json.loads(note.read_text(encoding="utf-8"))
+        if known["sha256"] == hashlib.sha256(cubin.read_bytes()).hexdigest():
+            return cubin, known["symbol"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        pass  # nothing kept yet, or not what we wrote: compile
     code, symbols, _ = compile_cubin(stem, [expression], arch)
     _replace(cubin, code)
     known = {"sha256": hashlib.sha256(code).hexdigest(), "symbol": symbols[expression]}
-    _replace(cubin.with_suffix(".json"), json.dumps(known).encode())
+    _replace(note, json.dumps(known).encode())
     return cubin, known["symbol"]
-
-
-def is_on_disk(stem, expression, arch):
-    """Whether an instantiation was compiled, and is kept whole."""
-    return _kept_symbol(_path_of(stem, expression, arch)) is not None
 
 
 def path_on_disk(stem, what, arch):
@@ -149,21 +148,6 @@ def path_on_disk(stem, what, arch):
         json.dumps([stem, what, _options(arch), nvrtc.getVersion(), _source_hash()]).encode()
     ).hexdigest()
     return _cache_dir() / f"{Path(stem).name}-{digest[:32]}"
-
-
-def _path_of(stem, expression, arch):
-    """Return the path of the cubin of an instantiation."""
-    return path_on_disk(stem, expression, arch).with_suffix(".cubin")
-
-
-def _kept_symbol(cubin):
-    """Return the symbol of a cubin that is kept whole; None of one to be compiled."""
-    try:
-        known = json.loads(cubin.with_suffix(".json").read_text(encoding="utf-8"))
-        whole = known["sha256"] == hashlib.sha256(cubin.read_bytes()).hexdigest()
-        return known["symbol"] if whole else None
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return None  # nothing kept yet, or not what we wrote
 
 
 @functools.cache

@@ -38,13 +38,12 @@ def rehearsing(kernels, skipped):
 
 def compile_kernels(kernels):
     """Compile each (stem, kernel, template) that is not on disk for the current device."""
+    if not kernels:
+        return
     arch = compiling.current_architecture()
     named = [(stem, compiling.name_expression(*instance)) for stem, *instance in kernels]
-    missing = [each for each in named if not compiling.is_on_disk(*each, arch)]
-    if not missing:
-        return
-    with ThreadPoolExecutor(min(len(missing), _processors())) as pool:
-        for made in [pool.submit(compiling.cubin_on_disk, *each, arch) for each in missing]:
+    with ThreadPoolExecutor(min(len(named), _processors())) as pool:
+        for made in [pool.submit(compiling.cubin_on_disk, *each, arch) for each in named]:
             made.result()
 
 

@@ -17,6 +17,12 @@ SHAPE, SAMPLES = (18, 20), 2
 RANGES = [(-1.0, 8.0), (0.0, 10.0)]
 
 
+with_gradients = pytest.mark.filterwarnings(
+    "ignore:Attempting to run cuBLAS, but there was no current CUDA",
+    "ignore:The AccumulateGrad node's stream does not match",
+)
+
+
 @pytest.fixture(params=["cpu", "as on a GPU", pytest.param("gpu", marks=pytest.mark.gpu)])
 def device(torch, request, require):
     """The device of the points."""
@@ -116,8 +122,7 @@ def test_points_of_any_number(torch, st, graphed, device):
     assert run.check() is run
 
 
-@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA")
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
+@with_gradients
 def test_training(torch, st, graphed, device, is_replayed):
     """Gradients of features and parameters, and running statistics."""
     net = unet(torch, st).to(device).train()
@@ -280,8 +285,7 @@ def cloud(torch, n, seed, device):
     return values.to(device), sample.to(device)
 
 
-@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA")
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
+@with_gradients
 def test_points_in_metres(torch, st, graphed, device, is_replayed):
     net = clouds(torch, st).to(device).eval()
     inputs = [cloud(torch, 90, seed, device) for seed in (0, 1)]
@@ -346,8 +350,7 @@ def test_what_counts_rows_that_are_no_points(torch, st, graphed, device, is_repl
     assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
 
 
-@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA")
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
+@with_gradients
 def test_losses_in_training(torch, st, graphed, device):
     """A network that returns other things in training, of other lists of sites."""
 
@@ -431,8 +434,7 @@ def test_to_make_a_graph_changes_nothing(torch, st, graphed, device, is_replayed
     assert not net.norm.num_batches_tracked
 
 
-@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA")
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
+@with_gradients
 def test_buffers_that_calls_replace(torch, st, graphed, device, is_replayed):
     """Each call, or the first one alone, which keeps what it has computed."""
 
@@ -480,8 +482,7 @@ def test_random_numbers_of_the_host(torch, st, graphed, device, is_replayed, tra
             graphed(net, [points(torch, 60, 0, device)])
 
 
-@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA")
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
+@with_gradients
 def test_activations_that_are_computed_again(torch, st, graphed, device, is_replayed):
     """Of convolutions at sites that are there; not of those that make sites."""
 

@@ -93,16 +93,6 @@ def rehearse(run, device):
         compile_kernels(kernels)  # of which one that does not compile may not be needed
 
 
-def differentiate(leaves, wanted):
-    """Compute gradients of those of a call's results that have any, in this thread."""
-    leaves = [y for y in leaves if isinstance(y, torch.Tensor) and y.requires_grad]
-    wanted = [t for t in wanted if t.requires_grad]
-    if leaves and wanted:
-        grads = [torch.zeros_like(y) for y in leaves]
-        with torch.autograd.set_multithreading_enabled(False):
-            torch.autograd.grad(leaves, wanted, grads, allow_unused=True)
-
-
 def _twin(sparse, is_first):
     """Return a copy of a network.
 
@@ -139,7 +129,12 @@ def _call(twin, x, table, outside):
     )
     own.model, own.occupied = twin.model, True
     leaves = tree_leaves(twin._run(own, x, outside=outside))
-    differentiate(leaves, (x, *twin.parameters()))
+    leaves = [y for y in leaves if isinstance(y, torch.Tensor) and y.requires_grad]
+    wanted = [t for t in (x, *twin.parameters()) if t.requires_grad]
+    if leaves and wanted:
+        grads = [torch.zeros_like(y) for y in leaves]
+        with torch.autograd.set_multithreading_enabled(False):  # this thread rehearses
+            torch.autograd.grad(leaves, wanted, grads, allow_unused=True)
 
 
 class Uncomputed(TorchDispatchMode):
