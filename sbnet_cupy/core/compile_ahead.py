@@ -1,8 +1,8 @@
 """Kernels of many launches compiled at once, by as many threads as there are processors.
 
-A rehearsal is work that launches nothing: it notes each kernel that is not loaded yet, and all are
-compiled when it is known which. What kernels would have written has any values, so that nothing of
-a rehearsal may be kept but plans.
+A rehearsal is work that launches next to nothing: it notes each kernel that is not loaded yet, and
+all are compiled when it is known which. What kernels would have written has any values, so that
+nothing of a rehearsal may be kept but plans.
 """
 
 import contextlib
@@ -15,25 +15,27 @@ from . import compile as compiling
 
 class _Rehearsal(threading.local):
     kernels = None  # those of the rehearsal that this thread is in, as keys
-    skipped = None  # is called with the addresses of the arrays of each launch
+    skips = None  # says whether a launch is left out, by its file and the addresses of its arrays
+    launched = ()  # files of which it may not be left out
 
 
 REHEARSAL = _Rehearsal()
 
 
 @contextlib.contextmanager
-def rehearsing(kernels, skipped):
-    """Within this, the thread launches no kernel.
+def rehearsing(kernels, skips, launched=()):
+    """Within this, the thread launches no kernels but some of the files ``launched``.
 
-    ``kernels``, a dict, gets those that are not loaded as keys (stem, kernel, template), and
-    ``skipped`` is called in place of a launch, with the addresses of its arrays.
+    ``kernels``, a dict, gets those of other files that are not loaded as keys (stem, kernel,
+    template). ``skips`` is asked of each launch, with its stem and the addresses of its arrays: it
+    returns whether to leave it out, which it must where the stem is None.
     """
-    before = REHEARSAL.kernels, REHEARSAL.skipped
-    REHEARSAL.kernels, REHEARSAL.skipped = kernels, skipped
+    before = REHEARSAL.kernels, REHEARSAL.skips, REHEARSAL.launched
+    REHEARSAL.kernels, REHEARSAL.skips, REHEARSAL.launched = kernels, skips, launched
     try:
         yield
     finally:
-        REHEARSAL.kernels, REHEARSAL.skipped = before
+        REHEARSAL.kernels, REHEARSAL.skips, REHEARSAL.launched = before
 
 
 def compile_kernels(kernels):

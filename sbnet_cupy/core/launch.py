@@ -70,25 +70,25 @@ def prepare(
     parameters = _PARAMETERS.get(key)
     if parameters is None:
         if function not in _LOADED:
-            if REHEARSAL.kernels is not None:
+            if REHEARSAL.kernels is not None and stem not in REHEARSAL.launched:
                 REHEARSAL.kernels[stem, kernel, template] = None
                 sizes = (grid, block, pointers, scalars, shared, persistent, dependent, cluster)
                 return Later(lambda: prepare(stem, kernel, template, *sizes, maps))
             _LOADED[function] = load(stem, kernel, template, shared)
-        parameters = _PARAMETERS[key] = _make_parameters(_LOADED[function], *key[1:])
+        parameters = _PARAMETERS[key] = _make_parameters(_LOADED[function], *key[1:], stem)
     extent = _extent(grid)
     if persistent:
         extent = _cut(extent, parameters.most(), cluster)
     return _Launch(parameters, extent, scalars, maps)
 
 
-def _make_parameters(function, block, shared, pointers, types, maps, dependent, cluster):
+def _make_parameters(function, block, shared, pointers, types, maps, dependent, cluster, stem):
     kinds = "".join("d" if issubclass(its, float) else "q" for its in types)
     if shared > max(SHARED_BY_DEFAULT, function.max_dynamic_shared_size_bytes):
         function.max_dynamic_shared_size_bytes = shared  # more than any launch before needed
     extended = cluster > 1 or (dependent and has_dependent_launch())
     kind = _ExtendedParameters if extended else _Parameters
-    return kind(function, block, shared, pointers, kinds, maps, dependent, cluster)
+    return kind(function, block, shared, pointers, kinds, maps, dependent, cluster, stem)
 
 
 def _cut(extent, most, cluster):
@@ -126,6 +126,12 @@ def enqueue(function, *arguments):
     function(*arguments)
 
 
+def copy_first(stem, out, array):
+    """Copy the first bytes of a CuPy array, which a rehearsal takes for a kernel of a file."""
+    if REHEARSAL.kernels is None or not REHEARSAL.skips(stem, (out.data.ptr, array.data.ptr)):
+        out.data.copy_from_device_async(array.data, out.nbytes)
+
+
 _JOINED = set()  # addresses of streams whose next kernel waits for another stream, too
 
 
@@ -146,10 +152,13 @@ class _Parameters:
     are filled in.
     """
 
-    def __init__(self, function, block, shared, pointers, kinds, maps, dependent=False, cluster=1):
+    def __init__(
+        self, function, block, shared, pointers, kinds, maps, dependent=False, cluster=1, stem=None
+    ):
         import cupy
 
-        self._made = (function, block, shared, pointers, kinds, maps, dependent, cluster)
+        self._made = (function, block, shared, pointers, kinds, maps, dependent, cluster, stem)
+        self.stem = stem  # of the kernel's file
         self.values = np.zeros(pointers + len(kinds), np.int64)
         self.addresses = _address(self.values) + 8 * np.arange(
             len(self.values) + maps, dtype=np.int64
@@ -198,7 +207,7 @@ class _Parameters:
         if self._most is None:
             import cupy
 
-            function, block, shared, *_, cluster = self._made
+            function, block, shared, *_, cluster, _ = self._made
             resident = cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(
                 function.kernel.ptr, block, shared
             )
@@ -242,8 +251,7 @@ class _Launch:
         call, parameters = self._call, self._parameters
         if call is None:
             return
-        if REHEARSAL.kernels is not None:
-            REHEARSAL.skipped(addresses)
+        if REHEARSAL.kernels is not None and REHEARSAL.skips(parameters.stem, addresses):
             return
         with parameters.lock:
             if parameters.scalars is not self._scalars:
@@ -331,7 +339,7 @@ class _Nothing:
 
     def on(self, stream, addresses):
         """Say which addresses a kernel is not launched with."""
-        REHEARSAL.skipped(addresses)
+        REHEARSAL.skips(None, addresses)
 
     def bound(self, arrays, given):
         """Return itself."""
@@ -431,7 +439,7 @@ class _ExtendedParameters(_Parameters):
 
     def __init__(self, function, block, shared, *others):
         super().__init__(function, block, shared, *others)
-        dependent, cluster = others[-2:]
+        dependent, cluster = others[3:5]
         config = _launch_config(1, block, shared, dependent, cluster)
         call, error, extent = driver().cuLaunchKernelEx, self.error, config.grid
         where, kernel = ctypes.byref(config), ctypes.c_void_p(function.kernel.ptr)

@@ -17,7 +17,7 @@ from ..core.compile import cpp_name
 from ..core.graph_memory import memory_of_graphs
 from .keys import Packing
 
-_FILE, _MAP_FILE = "submanifold/coordinate_map", "submanifold/kernel_map"
+LISTS, _MAPS = "submanifold/coordinate_map", "submanifold/kernel_map"
 _MOST_AXES = 4
 # Words of the highest level, which are all cleared and counted: at least so many may be, and for
 # many sites four times as many as sites, up to the second number. A level takes two kernels.
@@ -198,7 +198,7 @@ def transpose_rows(rows, out):
 def _copy_first(out, rows):
     """Copy the first of some rows: in a fifth of the time that a copy of a slice takes the host."""
     if is_cupy(out):
-        out.data.copy_from_device_async(rows.data, out.nbytes)
+        kernels.copy_first(LISTS, out, rows)
     else:
         out[...] = rows[: len(out)]
 
@@ -248,7 +248,7 @@ def _launches(build, place):
 
     def prepare(kernel, template, blocks, pointers, scalars, persistent=True):
         return kernels.prepare(
-            _FILE, kernel, template, blocks, 256, pointers, scalars, persistent=persistent,
+            LISTS, kernel, template, blocks, 256, pointers, scalars, persistent=persistent,
             dependent=True,
         )  # fmt: skip
 
@@ -281,7 +281,7 @@ def _finder(targets, dimensions, sources, packing, shape, window, readers, place
     if targets >= _MANY_ROWS and _is_near(packing, window, readers):
         block = block if dimensions < _MOST_AXES else 128
         kernel, template, grid = "find_near_rows", (*template, block), -(-targets // block)
-    return kernels.prepare(_MAP_FILE, kernel, template, grid, block, 5, scalars, dependent=True)
+    return kernels.prepare(_MAPS, kernel, template, grid, block, 5, scalars, dependent=True)
 
 
 def _is_near(packing, window, readers):
@@ -298,7 +298,7 @@ def _transposer(taps, targets, sources, place):
     grid = (-(-targets // 256), taps)
     sizes = (targets, sources)
     return kernels.prepare(
-        _MAP_FILE, "transpose_rows", ("int",), grid, 256, 2, sizes, dependent=True
+        _MAPS, "transpose_rows", ("int",), grid, 256, 2, sizes, dependent=True
     )
 
 

@@ -541,8 +541,14 @@ def test_shared_memory_is_allowed_again_when_a_launch_needs_more(driver):
 def test_a_rehearsal_launches_nothing_and_notes_what_is_not_loaded(driver):
     """What it has prepared is a launch like others when it is over."""
     known = kernels.prepare("stem", "known", (), 7, 256, 1, ())
-    array, names, skipped = SimpleNamespace(data=SimpleNamespace(ptr=16)), {}, []
-    with compile_ahead.rehearsing(names, skipped.extend):
+    array, names, skipped, asked = SimpleNamespace(data=SimpleNamespace(ptr=16)), {}, [], []
+
+    def skips(stem, addresses):
+        asked.append(stem)
+        skipped.extend(addresses)
+        return True
+
+    with compile_ahead.rehearsing(names, skips):
         new = kernels.prepare("stem", "new", (1,), 5, 256, 1, (3,))
         series = kernels.Series((new, (0,)), (known, (0,)))
         bound = new.bound((None,), (0,))
@@ -554,6 +560,7 @@ def test_a_rehearsal_launches_nothing_and_notes_what_is_not_loaded(driver):
         bound.on(55, [16])
     assert list(names) == [("stem", "new", (1,)), ("stem", "later", ())]
     assert not driver.launches and len(driver.loads) == 1 and skipped == 12 * [16]
+    assert set(asked) == {"stem", None}
     for run in (known, new, series, later):
         run(array)
         run.on(55, [16])
@@ -565,7 +572,7 @@ def test_a_rehearsal_launches_nothing_and_notes_what_is_not_loaded(driver):
 
 def test_a_launch_of_a_rehearsal_may_be_kept(driver):
     names = {}
-    with compile_ahead.rehearsing(names, lambda addresses: None):
+    with compile_ahead.rehearsing(names, lambda stem, addresses: True):
         make = functools.partial(kernels.prepare, "stem", "a", (), 7, 256, 0, ())
         kept = kernels.Later(functools.cache(make))
         kept()
@@ -575,7 +582,7 @@ def test_a_launch_of_a_rehearsal_may_be_kept(driver):
 
 def test_a_rehearsal_is_of_its_thread_alone(driver):
     launch = kernels.prepare("stem", "toy", (), 7, 256, 0, ())
-    with compile_ahead.rehearsing({}, list), ThreadPoolExecutor(1) as pool:
+    with compile_ahead.rehearsing({}, lambda *given: True), ThreadPoolExecutor(1) as pool:
         launch()
         pool.submit(launch).result()
     assert len(driver.launches) == 1

@@ -92,15 +92,18 @@ def _captured(run, like):
 
 
 def patch_calls(monkeypatch):
-    """Let the graphs of calls of a network at sites be these."""
+    """Let the graphs of calls of a network at sites be these, and let rehearsals compile nothing."""
     import torch
 
+    from sbnet_cupy.torch.network import rehearsal
     from sbnet_cupy.torch.submanifold import replay
 
     patch(monkeypatch)
+    note = types.SimpleNamespace(is_there=lambda: False, write=lambda: None)
     event, zeros = types.SimpleNamespace(record=lambda: None, query=lambda: True), torch.zeros
     for where, name, new in (
         (replay, "capture", _captured), (torch.cuda, "Event", lambda: event),
+        (rehearsal, "Note", lambda work: note), (rehearsal, "compile_kernels", len),
         (torch, "zeros", lambda *sizes, pin_memory=False, **how: zeros(*sizes, **how)),
     ):  # fmt: skip
         monkeypatch.setattr(where, name, new)

@@ -83,7 +83,7 @@ def rehearsed(monkeypatch):
     from sbnet_cupy.torch.network import rehearsal
 
     done, notes = [], Notes()
-    monkeypatch.setattr(rehearsal, "rehearse", lambda run, device: done.append(device))
+    monkeypatch.setattr(rehearsal, "rehearse", lambda run, device, launched: done.append(device))
     monkeypatch.setattr(rehearsal, "Note", notes)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -215,13 +215,62 @@ def test_what_kernels_were_to_be_launched_with_is_unknown(st, monkeypatch):
     values, mode = torch.arange(3.0), Uncomputed()
     with mode:
         rows, others = torch.full((3,), -1), torch.arange(3)
-        mode.note_kernel([0, 1, rows.data_ptr()])
+        assert mode.skips(None, [0, 1, rows.data_ptr()])
         found = values.index_select(0, rows), values.index_select(0, others)
         freed = torch.full((3,), -1)
         address = freed.data_ptr()
         del freed
-        mode.note_kernel([address])
+        assert mode.skips("any", [address])
     assert not found[0].any() and torch.equal(found[1], values)
+
+
+def test_kernels_are_launched_with_what_is_known_or_empty(st, monkeypatch):
+    """What they wrote is known for good; so PyTorch computes with it."""
+    from sbnet_cupy.torch.network.rehearsal import Uncomputed
+
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    mode = Uncomputed(launched=("lists",))
+    with mode:
+        points, sites, features, late = torch.arange(8), *(torch.empty(8) for _ in range(3))
+        assert not mode.skips("lists", [points[2:].data_ptr(), 0, sites[4:].data_ptr()])
+        assert mode.skips("products", [sites.data_ptr(), features[3:].data_ptr()])
+        assert mode.skips("lists", [features.data_ptr(), late.data_ptr()])
+        assert mode.skips(None, [late.data_ptr()])
+        known = [points[1:] + 1, sites[1:] + 1]
+        unknown = [features[1:] + 1, late[1:] + 1]
+        features.fill_(2)
+        known.append(features[1:] + 1)
+        assert not mode.skips("lists", [features.data_ptr()])
+        sites.copy_(late)
+        assert mode.skips("lists", [sites.data_ptr()])
+        half = torch.empty(8)
+        half[:4].copy_(points[:4])
+        unknown.append(half + 1)
+        assert not mode.skips("lists", [half.data_ptr()])
+    assert all(t.all() for t in known) and not any(t.any() for t in unknown)
+
+
+def test_memory_that_is_gone_is_not_found(st):
+    from sbnet_cupy.torch.network.rehearsal import _Memory
+
+    memory, owner = _Memory(), torch.empty(64, dtype=torch.uint8)
+    whole, start = owner.untyped_storage(), owner.data_ptr()
+    memory.add(whole)
+    assert memory.at(start) is whole is memory.at(start + 63)
+    assert memory.at(start + 64) is None is memory.at(start - 1)
+    del whole, owner
+    assert memory.at(start + 3) is None and not memory._starts
+
+
+def test_what_is_not_known_does_not_come_to_the_host(st):
+    """The host would read zeros for numbers, and make arrays of as many rows."""
+    from sbnet_cupy.torch.network.rehearsal import Uncomputed, _kept_on
+
+    with Uncomputed(), pytest.raises(RuntimeError, match="meta"):
+        torch.empty(1).item()
+    assert _kept_on(torch.device("cuda", 1), None) == torch.device("cuda", 1)
+    with pytest.raises(RuntimeError, match="moved from cuda:1 to cpu"):
+        _kept_on(torch.device("cuda", 1), "cpu")
 
 
 @pytest.mark.parametrize("fails", ["a hook", "a call", "a copy"])
@@ -231,7 +280,7 @@ def test_a_network_that_cannot_be_rehearsed_is_called_as_it_is(st, on_cpu, monke
     net = Joined()
     if fails == "a hook":
         net.first.register_forward_hook(lambda *given: None)
-        assert not rehearsal.may_copy(net)
+        assert not rehearsal._may_copy(net)
         return
     sparse, *given = parts(st, net)
     if fails == "a call":
@@ -293,3 +342,44 @@ def test_first_calls_compile_at_once_what_they_launch(st, require, cold, trainin
     alone = [[what for by, what in each if "ThreadPool" not in by] for each in compiled]
     assert len(compiled[0]) > 4 and len(alone[0]) <= 2  # the list of blocks is made before
     assert not any(alone[1:3]) and not compiled[1]
+
+
+class AtSites(nn.Module):
+    """Voxels of points, on two levels, with a sum; a row for each point."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.first, self.down, self.up = (
+            nn.Parameter(torch.randn(3, 3, 3, *channels) / 8)
+            for channels in ((4, width), (width, 2 * width), (2 * width, width))
+        )
+        self.norm = nn.BatchNorm1d(width)
+
+    def forward(self, points, values):
+        from sbnet_cupy import torch as st
+
+        x, voxel = st.voxelize(points, values, ranges=3 * [(0, 8)], voxel_size=0.25)
+        x = st.submanifold_conv(x, self.first, activation="relu")
+        y = st.strided_conv(x, self.down, stride=2, padding=1, activation="relu")
+        y = st.inverse_conv(y, self.up, onto=x)
+        x = x.replace(x.features + y.features)
+        norm = self.norm.running_mean, self.norm.running_var, self.norm.weight, self.norm.bias
+        return st.masked_batch_norm(x, *norm, self.training).features[voxel]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("training", [False, True])
+def test_graphs_at_sites_compile_at_once(st, require, cold, training):
+    """All but what lists sites, which tells how many rows there are."""
+    device = on_device(require, torch, "cuda")
+    torch.manual_seed(training)
+    net = AtSites(24).to(device).half().train(training)
+    points = torch.rand(3000, 3, device=device) * 8
+    values = torch.randn(3000, 4, device=device).half()
+    run = st.graphed(net, [(points, values)])
+    found = run(points[:2800], values[:2800])
+    if training:
+        torch.autograd.grad(found.float().square().mean(), list(net.parameters()))
+    alone = {what[0] for by, what in cold if "ThreadPool" not in by}
+    assert len(cold) > 12 and alone == {"submanifold/coordinate_map"}
+    assert torch.equal(found, net(points[:2800], values[:2800]))

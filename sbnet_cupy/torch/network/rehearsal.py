@@ -6,6 +6,7 @@ dozens. A rehearsal launches none of them, and has PyTorch compute nothing of wh
 written, so that nothing but the choice of kernels comes of it.
 """
 
+import bisect
 import contextlib
 import copy
 import weakref
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...core.compile_ahead import Note, compile_kernels, rehearsing
+from ...core.torch_memory import capturing_stream
 from .._dispatch_state import in_transform, is_watched
 from .graphs import NoSynchronization
 from .recordings import settings
@@ -52,41 +54,53 @@ class Rehearsals:
         is_first = not self._has_evaluated
         if not (sparse.training or torch.is_grad_enabled()):
             self._has_evaluated = True
-        if is_watched() or in_transform() or torch.cuda.is_current_stream_capturing():
-            return
-        with torch.cuda.device(x.device):
-            note = _note_of(sparse.model, kind[:1] + kind[2:])  # for any device of this kind
-            if (note is None or not note.is_there()) and may_copy(sparse.model):
-                rehearse(lambda: _calls(sparse, x, table, outside, is_first), x.device)
-                if note is not None:
-                    note.write()
+        rehearse_once(
+            sparse.model, kind[:1] + kind[2:],  # of any device of this kind
+            lambda: _calls(sparse, x, table, outside, is_first), x,
+        )  # fmt: skip
 
 
-def _note_of(model, kind):
+def rehearse_once(net, kind, run, like, launched=()):
+    """Rehearse ``run()``, calls of a copy of a network, unless calls of this kind were before.
+
+    It is on the device of the tensor ``like``, and as :func:`rehearse` does it. Nothing is done
+    where modes would see it, or where calls of a copy could have an effect on anything else.
+    """
+    if is_watched() or in_transform() or capturing_stream(like) is not None:
+        return
+    with torch.cuda.device(like.device):
+        note = _note_of(net, kind)
+        if (note is None or not note.is_there()) and _may_copy(net):
+            rehearse(run, like.device, launched)
+            if note is not None:
+                note.write()
+
+
+def _note_of(net, kind):
     """Return the note on disk of a kind of calls; None of modules that do not print."""
     try:
-        return Note(f"{model} {kind}")
+        return Note(f"{net} {kind}")
     except Exception:
         return None
 
 
-def may_copy(net):
-    """Whether a network can be copied, and called, with no effect on anything else."""
+def _may_copy(net):
     distributed = any(isinstance(m, DistributedDataParallel) for m in net.modules())
     return not distributed and State(net).fit
 
 
-def rehearse(run, device):
-    """Find out which kernels ``run()`` would launch, and compile those that are not on disk.
+def rehearse(run, device, launched=()):
+    """Find out which kernels ``run()`` would launch on a device; compile those not on disk.
 
-    Where the rehearsal fails, what it has not come to is compiled in the call itself, which raises
-    what there is to raise.
+    Kernels of the files ``launched`` are launched with what is known, and the host may wait for
+    what they write. Where the rehearsal fails, what it has not come to is compiled in the call
+    itself, which raises what there is to raise.
     """
-    kernels, uncomputed = {}, Uncomputed()
+    kernels, uncomputed = {}, Uncomputed(launched)
+    waiting = contextlib.nullcontext() if launched else NoSynchronization()
     with (
         contextlib.suppress(Exception), torch.cuda.device(device), forked(device),
-        rehearsing(kernels, uncomputed.note_kernel), NoTensorHooks(), uncomputed,
-        NoSynchronization(),
+        rehearsing(kernels, uncomputed.skips, launched), NoTensorHooks(), uncomputed, waiting,
     ):  # fmt: skip
         run()
     with contextlib.suppress(Exception), torch.cuda.device(device):
@@ -128,9 +142,13 @@ def _call(twin, x, table, outside):
         table.counts, table.indices, table.places, table.block, table.size, table.known_live
     )
     own.model, own.occupied = twin.model, True
-    leaves = tree_leaves(twin._run(own, x, outside=outside))
+    differentiate(tree_leaves(twin._run(own, x, outside=outside)), (x, *twin.parameters()))
+
+
+def differentiate(leaves, tensors):
+    """Compute the gradients of the tensors among the leaves of a result, if they are recorded."""
     leaves = [y for y in leaves if isinstance(y, torch.Tensor) and y.requires_grad]
-    wanted = [t for t in (x, *twin.parameters()) if t.requires_grad]
+    wanted = [t for t in tensors if t.requires_grad]
     if leaves and wanted:
         grads = [torch.zeros_like(y) for y in leaves]
         with torch.autograd.set_multithreading_enabled(False):  # this thread rehearses
@@ -144,19 +162,37 @@ class Uncomputed(TorchDispatchMode):
     What is made of numbers alone, such as indices that a function keeps for later calls, is
     computed. Nothing else is safe: an index may be one that stops the device, where it is not what
     it would be.
+
+    Parameters
+    ----------
+    launched : sequence of str
+        Files of kernels that are launched where all that they are given is known or empty. What
+        they have written, no other kernels write to.
     """
 
-    def __init__(self):
+    def __init__(self, launched=()):
         super().__init__()
+        self._launched = launched
         self._unknown = weakref.WeakSet()  # storages
-        self._at = weakref.WeakValueDictionary()  # the storages of tensors by their addresses
+        self._empty = weakref.WeakSet()  # those of them that nothing was to write to yet
+        self._kept = weakref.WeakSet()  # what launched kernels were given
+        self._memory = _Memory()
 
-    def note_kernel(self, addresses):
-        """Note that a kernel was to be launched with tensors at some addresses."""
-        for address in addresses:
-            storage = self._at.get(address)
-            if storage is not None:
-                self._unknown.add(storage)
+    def skips(self, stem, addresses):
+        """Whether a kernel is not launched with tensors at some addresses.
+
+        They are unknown then. Otherwise all are known from now on, as it writes what was empty.
+        """
+        given = [s for s in map(self._memory.at, addresses) if s is not None]
+        given = [storage for storage in given if storage not in self._kept]
+        launches = stem in self._launched and not any(
+            storage in self._unknown and storage not in self._empty for storage in given
+        )
+        for storage in given:
+            (self._know if launches else self._forget)(storage)
+        if launches:
+            self._kept.update(given)
+        return not launches
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Run a function of PyTorch, or make what it would return."""
@@ -168,24 +204,27 @@ class Uncomputed(TorchDispatchMode):
         elif func.is_view or name in _MOVING or not any(map(self._is_unknown, given)):
             result = func(*args, **kwargs)
             if name in _EMPTY:
-                self._unknown.add(result.zero_().untyped_storage())
+                storage = result.zero_().untyped_storage()
+                self._unknown.add(storage)
+                self._empty.add(storage)
         else:
             result = self._uncomputed(func, args, kwargs, given[0].device)
         for tensor in tree_leaves((given, result)):
             if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
-                self._at[tensor.data_ptr()] = tensor.untyped_storage()
+                self._memory.add(tensor.untyped_storage())
         return result
 
     def _uncomputed(self, func, args, kwargs, device):
         """Return what a function would, with zeros; what it would write to is unknown."""
         meta = func(*tree_map(_to_meta, args), **tree_map(_to_meta, kwargs))
-        device = kwargs.get("device") or device
+        device = _kept_on(device, kwargs.get("device"))
         named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
         changed = [
             named[a.name] for a in func._schema.arguments
             if a.alias_info is not None and a.alias_info.is_write and named.get(a.name) is not None
         ]  # fmt: skip
-        self._unknown.update(tensor.untyped_storage() for tensor in changed)
+        for tensor in changed:
+            self._forget(tensor.untyped_storage())
         returned = iter(changed)
         kinds = [r.alias_info is not None for r in func._schema.returns]
         found = [
@@ -197,10 +236,15 @@ class Uncomputed(TorchDispatchMode):
     def _written(self, func, args, kwargs, given):
         """Write to a tensor, which is known then if all that is written is."""
         into, *others = given
-        if any(map(self._is_unknown, others)):
-            self._unknown.add(into.untyped_storage())
+        unknown = [other for other in others if self._is_unknown(other)]
+        for other in unknown:
+            _kept_on(other.device, into.device)
+        storage = into.untyped_storage()
+        if unknown:
+            self._forget(storage)
             return into
-        self._unknown.discard(into.untyped_storage())
+        if into.numel() * into.itemsize == storage.nbytes():  # all of it
+            self._know(storage)
         return func(*args, **kwargs)
 
     def _made(self, meta, device):
@@ -213,6 +257,49 @@ class Uncomputed(TorchDispatchMode):
 
     def _is_unknown(self, tensor):
         return tensor.untyped_storage() in self._unknown
+
+    def _know(self, storage):
+        self._unknown.discard(storage)
+        self._empty.discard(storage)
+
+    def _forget(self, storage):
+        self._unknown.add(storage)
+        self._empty.discard(storage)
+        self._kept.discard(storage)
+
+
+class _Memory:
+    """Storages by their addresses; those that are gone are dropped."""
+
+    def __init__(self):
+        self._starts, self._storages = [], {}  # sorted addresses, and a reference for each
+
+    def add(self, storage):
+        """Note where a storage is."""
+        start = storage.data_ptr()
+        if start not in self._storages:
+            bisect.insort(self._starts, start)
+        self._storages[start] = weakref.ref(storage)
+
+    def at(self, address):
+        """Return the storage with a byte at an address; None if none is known of."""
+        place = bisect.bisect_right(self._starts, address)
+        while place:
+            place -= 1
+            start = self._starts[place]
+            storage = self._storages[start]()
+            if storage is not None:
+                return storage if address < start + storage.nbytes() else None
+            del self._starts[place], self._storages[start]
+        return None
+
+
+def _kept_on(device, other):
+    """Return a device that what is not known is moved to; to the host, which waits, is an error."""
+    other = torch.device(other or device)
+    if other.type != device.type:
+        raise RuntimeError(f"what is not known is moved from {device} to {other}")
+    return other
 
 
 def _to_meta(value):

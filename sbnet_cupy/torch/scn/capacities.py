@@ -13,6 +13,7 @@ from .inputs import DenseToSparse, InputLayer
 from .pooling import _Down
 from .sparsify import Sparsify, SparsifyFCS
 
+_NO_INPUTS = "inputs must not be empty; pass some as large as those to come"
 _MAKE_SITES = (InputLayer, DenseToSparse, _NewSites, _Down, Sparsify, SparsifyFCS)
 
 
@@ -62,8 +63,7 @@ def set_capacities(net, inputs, slack=0.25):
 
 def measured(net, inputs, slack):
     """Return the capacity of each layer that makes sites, as :func:`set_capacities` chooses it."""
-    if not 0 <= as_number("slack", slack, nan=False) < math.inf:
-        raise ShapeError(f"slack must not be negative or infinite, got {slack!r}")
+    _check_slack(slack)
     layers = [m for m in net.modules() if isinstance(m, _MAKE_SITES)]
     most, runs = dict.fromkeys(layers, 0), 0
 
@@ -81,8 +81,22 @@ def measured(net, inputs, slack):
         for hook in hooks:
             hook.remove()
     if not runs:
-        raise ValueError("inputs must not be empty; pass some as large as those to come")
+        raise ValueError(_NO_INPUTS)
     return {layer: math.ceil(n * (1 + slack)) for layer, n in most.items()}
+
+
+def check_inputs(net, inputs, slack):
+    """Raise what :func:`measured` would of a list of inputs, before it calls the network."""
+    _check_slack(slack)
+    if not inputs:
+        raise ValueError(_NO_INPUTS)
+    for x in inputs:
+        _check_listed(net, x)
+
+
+def _check_slack(slack):
+    if not 0 <= as_number("slack", slack, nan=False) < math.inf:
+        raise ShapeError(f"slack must not be negative or infinite, got {slack!r}")
 
 
 def _check_listed(net, x):

@@ -9,8 +9,8 @@ from torch.nn.functional import pad
 from ...errors import DeviceError, DTypeError, ShapeError
 from ...submanifold.coordinate_map import DUPLICATE
 from ..network.training_graphs import check_settings, refuse_hooks, settings_of
-from ..submanifold.replay import Replayed
-from .capacities import measured, with_capacities
+from ..submanifold.replay import Replayed, rehearse_graph
+from .capacities import check_inputs, measured, with_capacities
 from .inputs import InputLayer, read_points
 from .lattices import RandomWindows
 from .points import whole_numbers
@@ -75,6 +75,7 @@ def graphed(net, inputs, slack=0.25):
     return kind(net, inputs, slack)
 
 
+_FILLS = -1, 0  # of the samples and features of rows without a point
 _HINT = "end the network with an OutputLayer or SparseToDense"
 
 
@@ -85,9 +86,9 @@ class _Run:
         layer = next((m for m in net.modules() if isinstance(m, InputLayer)), None)
         if layer is None:
             raise ValueError("net must have an InputLayer to take points, got one without")
+        check_inputs(net, inputs, slack)
         self.net, self.layer, self.dimension = net, layer, layer.dimension
-        self.capacities = measured(net, inputs, slack)
-        coords, features = inputs[0][:2]
+        coords, features = read_points("points", inputs[0])[:2]
         self.device, self.columns = features.device, coords.shape[1]
         self.channels, self.dtype = features.shape[1], features.dtype
         for points in inputs:
@@ -95,6 +96,11 @@ class _Run:
         self.samples = max(1, *map(layer.least_samples, inputs))
         self.room = math.ceil(max(len(points[0]) for points in inputs) * (1 + slack))
         self._settings = settings_of(net, features)
+        self._measure(inputs, slack)
+
+    def _measure(self, inputs, slack):
+        """Call the network with the inputs, to see how many sites its layers have."""
+        measured(self.net, inputs, slack)
 
     def __call__(self, points):
         """Return what the network does of the points."""
@@ -143,8 +149,15 @@ class _Run:
 class _OfPoints(_Run):
     """The same by a graph, on a GPU."""
 
-    def __init__(self, net, inputs, slack):
-        super().__init__(net, inputs, slack)
+    def _measure(self, inputs, slack):
+        """The same, and capture the graph; its kernels are compiled before."""
+        net, tensors = self.net, self._tensors_of(inputs[0])
+
+        def call_of(net):
+            return _Call(net, self.samples, measured(net, inputs, slack), self.device)
+
+        rehearse_graph(net, call_of, tensors, self.room, _FILLS)
+        call = call_of(net)
         refuse_hooks(net)
         drawn = [
             name for name, module in net.named_modules()
@@ -156,9 +169,7 @@ class _OfPoints(_Run):
                 f"training, as replays would not draw any, got {', '.join(drawn)}; call the "
                 "network itself"
             )
-        call = _Call(net, self.layer, self.samples, self.capacities, self.device)
-        tensors = self._tensors_of(inputs[0])
-        self._replayed = Replayed(call, net, tensors, self.room, (-1, 0), _HINT)
+        self._replayed = Replayed(call, net, tensors, self.room, _FILLS, _HINT)
 
     def _tensors_of(self, points):
         """Return points as the graph takes them, with their sample."""
@@ -187,8 +198,9 @@ class _Call(Module):
 
     unique = "in mode 0"
 
-    def __init__(self, net, layer, samples, capacities, device):
+    def __init__(self, net, samples, capacities, device):
         super().__init__()
+        layer = next(m for m in net.modules() if isinstance(m, InputLayer))
         self.net, self.samples, self.capacities, self._input = net, samples, capacities, [layer]
         self._names = {module: name for name, module in net.named_modules()}
         self.most = torch.zeros(len(capacities) + 2, dtype=torch.int32, device=device)

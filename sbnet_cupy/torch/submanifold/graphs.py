@@ -10,7 +10,7 @@ from ...errors import DeviceError, DTypeError, ShapeError
 from .._native import numpy_dtype
 from ..network import casts
 from ..network.training_graphs import check_settings
-from .replay import Replayed, half_of
+from .replay import Replayed, half_of, rehearse_graph
 from .rooms import Rooms
 from .unchanged import unchanged
 
@@ -127,15 +127,22 @@ class _Run:
         self.room = math.ceil(len(self._like[0]) * (1 + slack))
         self._settings = self._settings_of(self._like)
         fills = self._fills(fill)
-        rooms = Rooms(net, slack)
-        with unchanged(net, inputs[0][0].device), torch.no_grad():
+        device = self._like[0].device
+
+        def measured(net):
+            rooms = Rooms(net, slack)
             checked = [half_of(self._like, fills)] if self._replays() else []
             for given in (*inputs, *checked):
                 with rooms.measured():
                     net(*given)
+            return _Call(net, rooms, device)
+
+        if self._replays():
+            rehearse_graph(net, measured, self._like, self.room, fills)
+        with unchanged(net, device), torch.no_grad():
+            call = measured(net)
         self._replayed = None
         if self._replays():
-            call = _Call(net, rooms, self._like[0].device)
             self._replayed = Replayed(call, net, self._like, self.room, fills, _HINT)
 
     def _replays(self):

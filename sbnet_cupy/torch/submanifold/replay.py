@@ -1,5 +1,6 @@
 """Calls of a network at sites by a CUDA graph: points are padded, and room for sites is watched."""
 
+import copy
 import math
 
 import torch
@@ -9,11 +10,14 @@ from torch.utils.checkpoint import CheckpointError
 
 from ...errors import CapacityError
 from ...submanifold.coordinate_map import CoordinateMap
+from ...submanifold.map_kernels import LISTS
 from ...submanifold.sparse_tensor import SparseTensor
 from ..network.ends import warn
 from ..network.graphs import capture
+from ..network.recordings import settings
+from ..network.rehearsal import differentiate, rehearse_once
 from ..network.state import State
-from ..network.training_graphs import Graphs, check_replayable, refuse_hooks
+from ..network.training_graphs import Graphs, check_replayable, refuse_hooks, settings_of
 from .kept_weights import KeptWeights
 from .unchanged import put_back, unchanged
 
@@ -56,7 +60,7 @@ class Replayed:
             self._copied = torch.cuda.Event()
             self._copied.record()
         self._warned = False
-        own = self._padded(tensors, room)
+        own = _padded(tensors, fills, room)
         if net.training:
             self._graphs = Graphs(_Tensors(call, self._form), own, net)
         else:
@@ -79,13 +83,6 @@ class Replayed:
     def _modes_now(self):
         return [module.training for module in self.net.modules()]
 
-    def _padded(self, tensors, room):
-        """Return tensors of as many points as there is room for."""
-        return [
-            tensor if fill is None else _with_rows(tensor, room, fill)
-            for tensor, fill in zip(tensors, self._fills, strict=True)
-        ]
-
     def _leaves_of_points(self, tensors):
         """Return which tensors of the result have a row for each point; raise if others are wrong.
 
@@ -97,7 +94,7 @@ class Replayed:
         """
         few = half_of(tensors, self._fills)
         rows = _points_of(few, self._fills)
-        padded, longer = (self._padded(few, self.room + more) for more in (0, 1))
+        padded, longer = (_padded(few, self._fills, self.room + more) for more in (0, 1))
         with unchanged(self.net, self.device) as again:
             with torch.no_grad():
                 found, other = self._call(*padded), self._call(*longer)
@@ -316,6 +313,26 @@ class _Tensors(torch.nn.Module):
         return self._form.taken_apart(self.call(*tensors))
 
 
+def rehearse_graph(net, measured, tensors, room, fills):
+    """Compile at once the kernels of a network's graph, and of the calls that it is checked by.
+
+    ``measured(net)`` measures a network and returns what a Replayed calls.
+    """
+
+    def calls():
+        twin = copy.deepcopy(net)
+        with torch.no_grad():
+            call = measured(twin)
+        with torch.set_grad_enabled(net.training):
+            for result in call(*padded), call.alone(*few):
+                differentiate(_Form("").taken_apart(result), (*padded, *twin.parameters()))
+
+    padded, few = _padded(tensors, fills, room), half_of(tensors, fills)
+    sizes = [(t.shape, t.dtype, t.requires_grad) for t in tensors]
+    kind = ("graphed", sizes, room, *settings_of(net, tensors[0]), *settings())
+    rehearse_once(net, kind, calls, tensors[0], (LISTS,))
+
+
 def half_of(tensors, fills):
     """Return tensors of half of their points, with which a network is checked."""
     rows = (_points_of(tensors, fills) + 1) // 2
@@ -327,6 +344,14 @@ def _points_of(tensors, fills):
     """Return how many points tensors are of."""
     pairs = zip(tensors, fills, strict=True)
     return next(len(tensor) for tensor, fill in pairs if fill is not None)
+
+
+def _padded(tensors, fills, room):
+    """Return tensors of as many points as there is room for."""
+    return [
+        tensor if fill is None else _with_rows(tensor, room, fill)
+        for tensor, fill in zip(tensors, fills, strict=True)
+    ]
 
 
 def _with_rows(tensor, rows, fill):
