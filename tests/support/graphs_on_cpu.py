@@ -92,7 +92,7 @@ def _captured(run, like):
 
 
 def patch_calls(monkeypatch):
-    """Let the graphs of calls of a network at sites be these, and let rehearsals compile nothing."""
+    """Let the graphs of calls of a network at sites be these; rehearsals compile nothing."""
     import torch
 
     from sbnet_cupy.torch.network import rehearsal
