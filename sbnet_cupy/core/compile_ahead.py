@@ -1,41 +1,10 @@
-"""Kernels of many launches compiled at once, by as many threads as there are processors.
-
-A rehearsal is work that launches next to nothing: it notes each kernel that is not loaded yet, and
-all are compiled when it is known which. What kernels would have written has any values, so that
-nothing of a rehearsal may be kept but plans.
-"""
+"""Kernels compiled at once, by as many threads as there are processors, and notes of that."""
 
 import contextlib
 import os
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from . import compile as compiling
-
-
-class _Rehearsal(threading.local):
-    kernels = None  # those of the rehearsal that this thread is in, as keys
-    skips = None  # says whether a launch is left out, by its file and the addresses of its arrays
-    launched = ()  # files of which it may not be left out
-
-
-REHEARSAL = _Rehearsal()
-
-
-@contextlib.contextmanager
-def rehearsing(kernels, skips, launched=()):
-    """Within this, the thread launches no kernels but some of the files ``launched``.
-
-    ``kernels``, a dict, gets those of other files that are not loaded as keys (stem, kernel,
-    template). ``skips`` is asked of each launch, with its stem and the addresses of its arrays: it
-    returns whether to leave it out, which it must where the stem is None.
-    """
-    before = REHEARSAL.kernels, REHEARSAL.skips, REHEARSAL.launched
-    REHEARSAL.kernels, REHEARSAL.skips, REHEARSAL.launched = kernels, skips, launched
-    try:
-        yield
-    finally:
-        REHEARSAL.kernels, REHEARSAL.skips, REHEARSAL.launched = before
 
 
 def compile_kernels(kernels):

@@ -12,8 +12,8 @@ import threading
 import numpy as np
 
 from .compile import SHARED_BY_DEFAULT, load
-from .compile_ahead import REHEARSAL
 from .device import driver, has_dependent_launch, sm_count
+from .rehearsal import REHEARSING
 from .tensor_map import encode
 
 THREADS = 256  # of a thread block, where nothing speaks for another number
@@ -70,8 +70,9 @@ def prepare(
     parameters = _PARAMETERS.get(key)
     if parameters is None:
         if function not in _LOADED:
-            if REHEARSAL.kernels is not None and stem not in REHEARSAL.launched:
-                REHEARSAL.kernels[stem, kernel, template] = None
+            rehearsal = REHEARSING.now
+            if rehearsal is not None and stem not in rehearsal.launched:
+                rehearsal.kernels[stem, kernel, template] = None
                 sizes = (grid, block, pointers, scalars, shared, persistent, dependent, cluster)
                 return Later(lambda: prepare(stem, kernel, template, *sizes, maps))
             _LOADED[function] = load(stem, kernel, template, shared)
@@ -128,7 +129,8 @@ def enqueue(function, *arguments):
 
 def copy_first(stem, out, array):
     """Copy the first bytes of a CuPy array, which a rehearsal takes for a kernel of a file."""
-    if REHEARSAL.kernels is None or not REHEARSAL.skips(stem, (out.data.ptr, array.data.ptr)):
+    rehearsal = REHEARSING.now
+    if rehearsal is None or not rehearsal.skips(stem, (out.data.ptr, array.data.ptr)):
         out.data.copy_from_device_async(array.data, out.nbytes)
 
 
@@ -251,7 +253,8 @@ class _Launch:
         call, parameters = self._call, self._parameters
         if call is None:
             return
-        if REHEARSAL.kernels is not None and REHEARSAL.skips(parameters.stem, addresses):
+        rehearsal = REHEARSING.now
+        if rehearsal is not None and rehearsal.skips(parameters.stem, addresses):
             return
         with parameters.lock:
             if parameters.scalars is not self._scalars:
@@ -323,7 +326,7 @@ class Later:
     def _prepared(self):
         """Return the launch; in a rehearsal nothing, where its kernel is not loaded."""
         launch = self._prepare()
-        if REHEARSAL.kernels is not None and (launch is _NOTHING or isinstance(launch, Later)):
+        if REHEARSING.now is not None and (launch is _NOTHING or isinstance(launch, Later)):
             return _NOTHING
         self._prepared = lambda: launch
         self.on = launch.on  # straight from now on
@@ -339,7 +342,7 @@ class _Nothing:
 
     def on(self, stream, addresses):
         """Say which addresses a kernel is not launched with."""
-        REHEARSAL.skips(None, addresses)
+        REHEARSING.now.skips(None, addresses)
 
     def bound(self, arrays, given):
         """Return itself."""

@@ -7,6 +7,8 @@ import functools
 
 import numpy as np
 
+from .rehearsal import REHEARSING
+
 _STREAMS = {}  # (device, pointer) -> CuPy's object for torch's stream
 _DTYPES = {}  # NumPy's -> PyTorch's
 
@@ -40,6 +42,8 @@ def allocate(nbytes):
     import torch
 
     tensor = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+    if REHEARSING.now is not None:
+        REHEARSING.now.allocated(tensor)
     return cupy.cuda.MemoryPointer(_memory_class()(tensor), 0)
 
 

@@ -22,6 +22,7 @@ from sbnet_cupy import DeviceError, DTypeError
 from sbnet_cupy.core import arrays, compile_ahead
 from sbnet_cupy.core import compile as compiling
 from sbnet_cupy.core import launch as kernels
+from sbnet_cupy.core.rehearsal import Rehearsal, rehearsing
 from support import strategies
 
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
@@ -541,14 +542,15 @@ def test_shared_memory_is_allowed_again_when_a_launch_needs_more(driver):
 def test_a_rehearsal_launches_nothing_and_notes_what_is_not_loaded(driver):
     """What it has prepared is a launch like others when it is over."""
     known = kernels.prepare("stem", "known", (), 7, 256, 1, ())
-    array, names, skipped, asked = SimpleNamespace(data=SimpleNamespace(ptr=16)), {}, [], []
+    array, skipped = SimpleNamespace(data=SimpleNamespace(ptr=16)), []
 
-    def skips(stem, addresses):
-        asked.append(stem)
-        skipped.extend(addresses)
-        return True
+    class Noted(Rehearsal):
+        def skips(self, stem, addresses):
+            skipped.append((stem, *addresses))
+            return super().skips(stem, addresses)
 
-    with compile_ahead.rehearsing(names, skips):
+    rehearsal = Noted()
+    with rehearsing(rehearsal):
         new = kernels.prepare("stem", "new", (1,), 5, 256, 1, (3,))
         series = kernels.Series((new, (0,)), (known, (0,)))
         bound = new.bound((None,), (0,))
@@ -558,9 +560,9 @@ def test_a_rehearsal_launches_nothing_and_notes_what_is_not_loaded(driver):
             run.on(55, [16])
         known.bound((None,), (0,)).on(55, [16])
         bound.on(55, [16])
-    assert list(names) == [("stem", "new", (1,)), ("stem", "later", ())]
-    assert not driver.launches and len(driver.loads) == 1 and skipped == 12 * [16]
-    assert set(asked) == {"stem", None}
+    assert list(rehearsal.kernels) == [("stem", "new", (1,)), ("stem", "later", ())]
+    assert not driver.launches and len(driver.loads) == 1
+    assert len(skipped) == 12 and set(skipped) == {("stem", 16), (None, 16)}
     for run in (known, new, series, later):
         run(array)
         run.on(55, [16])
@@ -571,18 +573,27 @@ def test_a_rehearsal_launches_nothing_and_notes_what_is_not_loaded(driver):
 
 
 def test_a_launch_of_a_rehearsal_may_be_kept(driver):
-    names = {}
-    with compile_ahead.rehearsing(names, lambda stem, addresses: True):
+    rehearsal = Rehearsal()
+    with rehearsing(rehearsal):
         make = functools.partial(kernels.prepare, "stem", "a", (), 7, 256, 0, ())
         kept = kernels.Later(functools.cache(make))
         kept()
     kernels.Later(lambda: kept)()
-    assert list(names) == [("stem", "a", ())] and len(driver.launches) == 1
+    assert list(rehearsal.kernels) == [("stem", "a", ())] and len(driver.launches) == 1
+
+
+def test_a_rehearsal_launches_kernels_of_some_files(driver):
+    array, rehearsal = SimpleNamespace(data=SimpleNamespace(ptr=16)), Rehearsal("ab")
+    with rehearsing(rehearsal):
+        for stem in "abc":
+            kernels.prepare(stem, "kernel", (), 7, 256, 1, ())(array)
+    assert list(rehearsal.kernels) == [("c", "kernel", ())]
+    assert len(driver.launches) == len(driver.loads) == 2
 
 
 def test_a_rehearsal_is_of_its_thread_alone(driver):
     launch = kernels.prepare("stem", "toy", (), 7, 256, 0, ())
-    with compile_ahead.rehearsing({}, lambda *given: True), ThreadPoolExecutor(1) as pool:
+    with rehearsing(Rehearsal()), ThreadPoolExecutor(1) as pool:
         launch()
         pool.submit(launch).result()
     assert len(driver.launches) == 1

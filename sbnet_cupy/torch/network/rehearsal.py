@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ...core.compile_ahead import Note, compile_kernels, rehearsing
+from ...core.compile_ahead import Note, compile_kernels
+from ...core.rehearsal import Rehearsal, rehearsing
 from ...core.torch_memory import capturing_stream
 from .._dispatch_state import in_transform, is_watched
 from .graphs import NoSynchronization
@@ -96,15 +97,15 @@ def rehearse(run, device, launched=()):
     what they write. Where the rehearsal fails, what it has not come to is compiled in the call
     itself, which raises what there is to raise.
     """
-    kernels, uncomputed = {}, Uncomputed(launched)
+    uncomputed = Uncomputed(launched)
     waiting = contextlib.nullcontext() if launched else NoSynchronization()
     with (
         contextlib.suppress(Exception), torch.cuda.device(device), forked(device),
-        rehearsing(kernels, uncomputed.skips, launched), NoTensorHooks(), uncomputed, waiting,
+        rehearsing(uncomputed), NoTensorHooks(), uncomputed, waiting,
     ):  # fmt: skip
         run()
     with contextlib.suppress(Exception), torch.cuda.device(device):
-        compile_kernels(kernels)  # of which one that does not compile may not be needed
+        compile_kernels(uncomputed.kernels)  # one that does not compile may not be needed
 
 
 def _twin(sparse, is_first):
@@ -155,11 +156,11 @@ def differentiate(leaves, tensors):
             torch.autograd.grad(leaves, wanted, grads, allow_unused=True)
 
 
-class Uncomputed(TorchDispatchMode):
+class Uncomputed(TorchDispatchMode, Rehearsal):
     """Has PyTorch compute nothing of what kernels would have written: results have any values.
 
     That is what was allocated and not written to, and all that kernels were to be launched with.
-    What is made of numbers alone, such as indices that a function keeps for later calls, is
+    Operators of this package are called all the same, as they say which kernels they need. What is made of numbers alone, such as indices that a function keeps for later calls, is
     computed. Nothing else is safe: an index may be one that stops the device, where it is not what
     it would be.
 
@@ -171,28 +172,38 @@ class Uncomputed(TorchDispatchMode):
     """
 
     def __init__(self, launched=()):
-        super().__init__()
-        self._launched = launched
+        TorchDispatchMode.__init__(self)
+        Rehearsal.__init__(self, launched)
+        self._skipped = 0  # launches
         self._unknown = weakref.WeakSet()  # storages
         self._empty = weakref.WeakSet()  # those of them that nothing was to write to yet
         self._kept = weakref.WeakSet()  # what launched kernels were given
         self._memory = _Memory()
 
     def skips(self, stem, addresses):
-        """Whether a kernel is not launched with tensors at some addresses.
+        """Whether a kernel is not launched with tensors at some addresses, which are unknown then.
 
-        They are unknown then. Otherwise all are known from now on, as it writes what was empty.
+        Otherwise all are known from now on, as it writes what was empty.
         """
         given = [s for s in map(self._memory.at, addresses) if s is not None]
         given = [storage for storage in given if storage not in self._kept]
-        launches = stem in self._launched and not any(
+        launches = stem in self.launched and not any(
             storage in self._unknown and storage not in self._empty for storage in given
         )
         for storage in given:
             (self._know if launches else self._forget)(storage)
         if launches:
             self._kept.update(given)
+        else:
+            self._skipped += 1
         return not launches
+
+    def allocated(self, tensor):
+        """Note that memory was allocated, which gets zeros: no number of anything, where read."""
+        storage = tensor.zero_().untyped_storage()
+        self._unknown.add(storage)
+        self._empty.add(storage)
+        self._memory.add(storage)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Run a function of PyTorch, or make what it would return."""
@@ -201,17 +212,27 @@ class Uncomputed(TorchDispatchMode):
         name = func._schema.name
         if name in _WRITING:
             result = self._written(func, args, kwargs, given)
+        elif func.namespace == "sbnet_cupy":
+            result = self._called(func, args, kwargs, given)
         elif func.is_view or name in _MOVING or not any(map(self._is_unknown, given)):
             result = func(*args, **kwargs)
             if name in _EMPTY:
-                storage = result.zero_().untyped_storage()
-                self._unknown.add(storage)
-                self._empty.add(storage)
+                self.allocated(result)
         else:
             result = self._uncomputed(func, args, kwargs, given[0].device)
         for tensor in tree_leaves((given, result)):
             if isinstance(tensor, torch.Tensor) and tensor.is_cuda:
                 self._memory.add(tensor.untyped_storage())
+        return result
+
+    def _called(self, func, args, kwargs, given):
+        """Call an operator of this package, whose results are known if it knew and launched all."""
+        before, is_known = self._skipped, not any(map(self._is_unknown, given))
+        result = func(*args, **kwargs)
+        if self._skipped > before or not is_known:
+            for tensor in tree_leaves(result):
+                if isinstance(tensor, torch.Tensor):
+                    self._forget(tensor.untyped_storage())
         return result
 
     def _uncomputed(self, func, args, kwargs, device):
