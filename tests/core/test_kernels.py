@@ -583,7 +583,7 @@ def test_a_launch_of_a_rehearsal_may_be_kept(driver):
 
 
 def test_a_rehearsal_launches_kernels_of_some_files(driver):
-    array, rehearsal = SimpleNamespace(data=SimpleNamespace(ptr=16)), Rehearsal("ab")
+    array, rehearsal = SimpleNamespace(data=SimpleNamespace(ptr=16)), Rehearsal(("a", "b"))
     with rehearsing(rehearsal):
         for stem in "abc":
             kernels.prepare(stem, "kernel", (), 7, 256, 1, ())(array)

@@ -160,9 +160,9 @@ class Uncomputed(TorchDispatchMode, Rehearsal):
     """Has PyTorch compute nothing of what kernels would have written: results have any values.
 
     That is what was allocated and not written to, and all that kernels were to be launched with.
-    Operators of this package are called all the same, as they say which kernels they need. What is made of numbers alone, such as indices that a function keeps for later calls, is
+    What is made of numbers alone, such as indices that a function keeps for later calls, is
     computed. Nothing else is safe: an index may be one that stops the device, where it is not what
-    it would be.
+    it would be. Operators of this package are called, since they launch the kernels.
 
     Parameters
     ----------
