@@ -12,11 +12,15 @@
 # # The operations, on NumPy and CuPy
 #
 # A source detector looks for stars and galaxies in a picture that is mostly dark. Block-sparse
-# convolution runs it only where there is light: `reduce_mask` lists the blocks that hold some,
-# `sparse_gather` copies them into a stack, a dense convolution runs on the stack,
-# `sparse_scatter` puts the results back.
+# convolution runs it only where there is light:
 #
-# Needs `pip install "sbnet-cupy[demo]"`. With a GPU and CuPy the same code also runs there.
+# 1. `reduce_mask` lists the blocks that contain light,
+# 2. `sparse_gather` copies them into a stack,
+# 3. a dense convolution runs on the stack,
+# 4. `sparse_scatter` puts the results back.
+#
+# Needs `pip install "sbnet-cupy[demo]"`. If there is a GPU and CuPy, the same code also runs
+# there.
 
 # %%
 import matplotlib.pyplot as plt
@@ -32,7 +36,7 @@ print(x.shape, x.dtype)
 # %% [markdown]
 # ## What matters: a mask
 #
-# Light is what is brighter than the sky by some margin.
+# A pixel counts as light if it is brighter than the sky by some margin.
 
 # %%
 mask = sb.masks.threshold(x, 0.45)
@@ -41,9 +45,9 @@ print(f"{mask.mean():.1%} of the pixels hold light")
 # %% [markdown]
 # ## Blocks
 #
-# The detector is a difference of two Gaussians, 9 x 9 pixels. A block of 24 x 24 pixels gives 16
-# x 16 results, so neighbouring blocks overlap by 8 pixels, the halo. `calc_block_params` works
-# that out, and how many blocks cover the picture.
+# The detector is a difference of two Gaussians, with a kernel of 9 x 9 pixels. A block of 24 x 24
+# pixels gives 16 x 16 results, so neighbouring blocks overlap by 8 pixels, the halo.
+# `calc_block_params` computes these sizes, and how many blocks cover the picture.
 
 # %%
 reach = np.arange(-4, 5)
@@ -58,9 +62,10 @@ print(p)
 # %% [markdown]
 # ## Gather, convolve, scatter
 #
-# The tiles that hold a pixel of the mask are active: they are listed on the grid of the results,
-# and the same rows `(n, hi, wi)` then name the input blocks. On the stack the convolution needs
-# no padding: the halo is there already, and is 0 outside the picture.
+# A tile of 16 x 16 results is active if it contains a pixel of the mask. Active tiles are listed
+# as rows `(n, hi, wi)`: image, tile row, tile column. The same rows name the input blocks. On the
+# stack the convolution needs no padding: the blocks contain the halo, which is 0 outside the
+# picture.
 
 
 # %%
@@ -76,7 +81,7 @@ active, sources = detect(x, w, mask)
 print(f"{active.count()} of {p.bcount[0] * p.bcount[1]} blocks are active")
 
 # %% [markdown]
-# Inside active blocks the result is that of the dense convolution, up to rounding.
+# In active blocks the result equals that of the dense convolution, up to rounding.
 
 # %%
 dense = sb.conv2d(x, w, activation="relu")
@@ -88,8 +93,8 @@ print("outside everything is 0:", not sources[0, ~inside].any())
 # %% [markdown]
 # ## On a GPU
 #
-# The same function takes CuPy arrays and then runs CUDA kernels. Nothing is copied or moved
-# silently: the arrays of a call belong to one library and one device.
+# The same function takes CuPy arrays, and then runs CUDA kernels. No array is moved between host
+# and GPU: all arrays of a call belong to one library and one device.
 
 # %%
 try:

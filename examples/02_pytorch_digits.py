@@ -11,12 +11,12 @@
 # %% [markdown]
 # # A ResNet in PyTorch, made sparse
 #
-# A handwritten digit lies somewhere on a large, empty sheet, and a small ResNet says which one it
-# is. `sparsify` makes a network of it that computes only where there is ink: the same modules and
-# weights, and the mask as a second argument. Here it is compared with the dense
-# network, and trained.
+# A handwritten digit lies somewhere on a large, empty sheet, and a small ResNet classifies it.
+# `sparsify` turns the ResNet into a network that computes only where there is ink. It has the
+# same modules and weights, and takes the mask as a second argument. This notebook compares it
+# with the dense network, and trains it.
 #
-# Needs `pip install "sbnet-cupy[examples]"`. It uses a GPU where PyTorch and CuPy have one.
+# Needs `pip install "sbnet-cupy[examples]"`. It runs on a GPU if PyTorch and CuPy see one.
 
 # %%
 import importlib.util
@@ -38,8 +38,8 @@ rng = np.random.default_rng(0)
 # %% [markdown]
 # ## Digits on a sheet
 #
-# The digits of scikit-learn are 8 x 8 pixels. Each is enlarged to 16 x 16 and put at a random place
-# of a sheet of 80 x 80. The mask is the ink.
+# The digits of scikit-learn have 8 x 8 pixels. Each is enlarged to 16 x 16 and placed at random
+# on a sheet of 80 x 80. The mask is True where there is ink.
 
 # %%
 small, label = load_digits(return_X_y=True)
@@ -58,8 +58,8 @@ print(f"{ink.float().mean():.1%} of the pixels hold ink")
 # %% [markdown]
 # ## The dense network
 #
-# Nothing in it knows of blocks or masks. The strongest answer on the sheet counts, so the head
-# takes the maximum over all pixels.
+# An ordinary PyTorch network: nothing in it knows of blocks or masks. The digit may lie anywhere,
+# so the head takes the maximum over all pixels.
 
 
 # %%
@@ -124,8 +124,9 @@ print(f"dense: {accuracy(expected):.1%} of the test sheets are right")
 # %% [markdown]
 # ## The sparse network
 #
-# The sheet is cut into 5 x 5 blocks of 16 pixels. After a call the table says of every layer where
-# it ran, and how much of it was computed; `dense_layers` names what needs the whole image.
+# The sheet is cut into 5 x 5 blocks of 16 pixels. After a call, the table shows for every layer
+# where it ran and which share of it was computed. `dense_layers` names functions that need the
+# whole image.
 
 # %%
 sparse = st.sparsify(dense, block_size=16)
@@ -136,9 +137,9 @@ for name, why in sparse.dense_layers.items():
     print(f"{name}: {why}")
 
 # %% [markdown]
-# On a full mask every block is active, and the result is that of the dense network: the predictions
-# are the same, and the logits differ by no more than rounding. Sums are added up in another order,
-# so the rounding error grows like the square root of the number of terms.
+# With a full mask every block is active, and the result is that of the dense network. The
+# predictions are the same, and the logits differ only by rounding, because sums are added up in
+# another order. The rounding error grows like the square root of the number of terms.
 
 # %%
 full = predict(sparse, images, torch.ones_like(ink))
@@ -154,7 +155,7 @@ print(f"largest difference of a logit: {difference:.0e}, within {rounding:.0e}")
 # %% [markdown]
 # ## Only where there is ink
 #
-# A block is active when it holds ink, and stays so in all layers.
+# A block is active if it contains ink. The same blocks are active in all layers.
 
 # %%
 inked = predict(sparse, images, ink)
@@ -166,9 +167,10 @@ print(f"ink mask: {accuracy(inked):.1%} of the test sheets are right")
 # %% [markdown]
 # ## Training through the sparse network
 #
-# Far from the ink the dense network computed what its batch norms make of an empty sheet. Now there
-# are zeros, which the weights were not trained for. Training continues with the mask to adapt them.
-# Gradients, too, are computed on active blocks only.
+# Far from the ink, activations of the dense network are what its batch norms make of an empty
+# sheet. In the sparse network they are zeros, which the weights were not trained for. So training
+# continues with the mask, to adapt the weights. Gradients are computed on active blocks only,
+# too.
 
 # %%
 tuning = fit(sparse, [images, ink], steps=120)
@@ -181,7 +183,7 @@ print(f"ink mask: {accuracy(tuned):.1%} of the test sheets are right")
 # %% [markdown]
 # ## The picture
 #
-# The active blocks, in pixels of the sheet.
+# The digits on their sheets, with the active blocks.
 
 # %%
 shown = slice(test.start, test.start + 4)

@@ -12,11 +12,11 @@
 # # Training in JAX
 #
 # A small network learns to remove noise from a picture of coins, but only where there are coins:
-# its convolutions run on the blocks that hold some. Everything, the list of blocks included, is
-# inside one `jit`, and `grad` goes through it.
+# its convolutions run on the blocks that contain part of a coin. Everything runs inside one
+# `jit`, also the listing of the blocks, and `grad` differentiates it.
 #
-# Needs `pip install "sbnet-cupy[demo,jax]"`. On a GPU the operations are CUDA kernels on XLA's
-# stream (with CuPy: `sbnet-cupy[cuda13x]`); on a CPU they are NumPy.
+# Needs `pip install "sbnet-cupy[demo,jax]"`. On a CPU the operations use NumPy. On a GPU they are
+# CUDA kernels on XLA's stream, and need CuPy (`sbnet-cupy[cuda13x]`).
 
 # %%
 import jax
@@ -35,11 +35,11 @@ print("train on", left.shape, "and look at", right.shape)
 # %% [markdown]
 # ## Blocks
 #
-# Both layers have 3 x 3 kernels: blocks of 10 pixels give tiles of 8. What a layer computes is
-# right where its input is, so the first layer is active on a larger mask than the second:
-# `dilate` grows it by the one pixel that the second kernel reaches. In `jit` shapes are static,
-# so the lists have a `capacity`; rows that are not needed hold -1, and cost a little time but no
-# correctness.
+# Both layers have 3 x 3 kernels: blocks of 10 pixels give tiles of 8. The second layer gives
+# right results only where all pixels that it reads are right. So the first layer is active on a
+# larger mask: `dilate` enlarges it by the one pixel that the second kernel reaches. In `jit`
+# shapes are static, so the lists of blocks have a `capacity`. Unused rows hold -1; they take a
+# little time, and do not change the results.
 
 # %%
 params = sb.calc_block_params(left.shape, bsize=10, ksize=3)
@@ -61,8 +61,8 @@ def lists(mask):
 # %% [markdown]
 # ## The network
 #
-# What it returns is the noisy picture minus the noise that it sees. Outside active blocks a layer
-# gives 0, so there the picture stays as it is.
+# The network predicts the noise, and returns the noisy picture minus that prediction. Outside
+# active blocks a layer gives 0, so there the picture stays as it is.
 
 
 # %%
@@ -86,7 +86,7 @@ def add_noise(key, image):
 # %% [markdown]
 # ## Training
 #
-# Adam, in a few lines; new noise in every step.
+# Adam in a few lines, with new noise in every step.
 
 
 # %%

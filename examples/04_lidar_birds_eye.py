@@ -11,12 +11,12 @@
 # %% [markdown]
 # # LiDAR, seen from above
 #
-# A laser scanner on a car sees the ground and what stands on it, out to 70 m. Seen from above on
-# a grid of 10 cm cells, nearly all cells are empty: that is what SBNet was made for. This
-# notebook simulates a scan, makes the bird's-eye mask of its points, and runs a convolution on
-# the blocks that hold some.
+# A laser scanner on a car measures points on the ground and on what stands on it, out to 70 m.
+# Seen from above, on a grid of 10 cm cells, nearly all cells are empty. SBNet was made for such
+# data. This notebook simulates a scan, makes the bird's-eye mask of its points, and runs a
+# convolution on the blocks that contain points.
 #
-# Needs `pip install "sbnet-cupy[demo]"`. To use a scan of KITTI instead, set the environment
+# Needs `pip install "sbnet-cupy[demo]"`. To use a KITTI scan instead, set the environment
 # variable `SBNET_POINTS` to its `.bin` file.
 
 # %%
@@ -30,9 +30,9 @@ import sbnet_cupy as sb
 # %% [markdown]
 # ## A scan
 #
-# 64 beams turn once around, 1.73 m above a flat road. Cars and houses are boxes; each ray ends at
-# the first box or at the ground. The distance to a box is that of the slab method: the ray is
-# inside while it is between both planes of every axis.
+# 64 beams turn around once, 1.73 m above a flat road. Cars and houses are boxes. Each ray ends at
+# the first box, or at the ground. The slab method gives the distance to a box: a ray is inside a
+# box while it is between the two planes of every axis.
 
 
 # %%
@@ -80,8 +80,8 @@ print(f"{len(points)} points")
 # %% [markdown]
 # ## The mask
 #
-# A cell is active when a point lies in it. The ground is left out: it would be everywhere, and a
-# detector looks for what stands on it.
+# A cell is active if a point lies in it. Points on the ground are left out: they are everywhere,
+# and a detector looks for what stands on the ground.
 
 # %%
 area = {"x_range": (-64.0, 64.0), "y_range": (-32.0, 32.0), "cell": 0.1}
@@ -92,8 +92,8 @@ print(f"{mask.shape[1]} x {mask.shape[2]} cells, {mask.mean():.2%} of them activ
 # %% [markdown]
 # ## Features, and a convolution on the active blocks
 #
-# Each cell gets what a detector would start from: whether it is occupied, and the height of its
-# highest point. The layer then is a 5 x 5 convolution from 2 to 16 channels.
+# Each cell has two features that a detector would start from: whether it is occupied, and the
+# height of its highest point. The layer is a 5 x 5 convolution from 2 to 16 channels.
 
 # %%
 kept = points[(points[:, 2] >= standing[0]) & (points[:, 2] < standing[1])]
@@ -113,7 +113,7 @@ y = sb.sparse_conv2d(x, w, active, params, activation="relu")
 print(f"{active.count()} blocks, {active.density():.0%} of the area, gave", y.shape)
 
 # %% [markdown]
-# In the active blocks it is the dense convolution.
+# In the active blocks the result equals that of the dense convolution.
 
 # %%
 dense = sb.conv2d(x, w, activation="relu")

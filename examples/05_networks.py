@@ -11,14 +11,16 @@
 # %% [markdown]
 # # Whole networks on active blocks
 #
-# `sparsify` runs an ordinary PyTorch network only in the blocks of an image in which a mask is set.
-# This notebook does that on a CPU, in float32, with two networks: ResNet-18 on a LiDAR scan seen
-# from above, and a U-Net on a picture of stained tissue. It compares results and times with the
-# dense networks, layer by layer, finds the share of active blocks at which both take the same time,
-# and shows what changes near the edges of blocks.
+# `sparsify` runs an ordinary PyTorch network only in the blocks of an image in which a mask is
+# set. This notebook does that on a CPU, in float32, with two networks: ResNet-18 on a LiDAR scan
+# seen from above, and a U-Net on a picture of stained tissue. It
 #
-# Needs `pip install "sbnet-cupy[demo,torch]"`. The weights are random: what a network computes does
-# not change how long it takes.
+# - compares results and times with the dense networks, layer by layer,
+# - finds the share of active blocks at which both take the same time,
+# - shows what changes near the edges of active blocks.
+#
+# Needs `pip install "sbnet-cupy[demo,torch]"`. The weights are random; they do not affect how
+# long a network takes.
 
 # %%
 import time
@@ -85,8 +87,9 @@ network = resnet18(3)
 # %% [markdown]
 # ## A scan, seen from above
 #
-# Cars and walls on an area of 51 by 38 metres, as points on their outlines; a cell of 10 cm that
-# holds points has features, all others are 0. The network needs to look only where there are any.
+# Cars and walls on an area of 51 by 38 metres, as points on their outlines. A cell of 10 cm has
+# features if it contains points; all others are 0. The network only needs to compute where there
+# are points.
 
 
 # %%
@@ -125,9 +128,9 @@ print(f"result {tuple(result.shape)}, dense {tuple(expected.shape)}")
 # %% [markdown]
 # ## Layer by layer
 #
-# `profile` runs the network once and returns a table with the time of each layer. "computed" is the
-# share of the dense layer's work. Convolution, batch norm, sum and activation run as one call, and
-# its time stands with the last of them.
+# `profile` runs the network once and returns a table with the time of each layer. The column
+# "computed" is the share of the dense layer's work. Convolution, batch norm, sum and activation
+# run as one call, whose time is in the row of the last of them.
 
 # %%
 scan_ms = milliseconds(lambda: network(features))
@@ -141,9 +144,9 @@ print(f"dense {scan_ms:.0f} ms, sparse {sparse_ms:.0f} ms: {times_faster:.1f} ti
 # %% [markdown]
 # ## The crossover
 #
-# The same network with more and more of the blocks active. Where the whole image is faster than a
-# stack of blocks, `sparsify` computes the image, set to 0 outside active blocks. `sparse.tune(x)`
-# measures from which share on that is so.
+# The same network, with more and more of the blocks active. From some share on, the whole image
+# is faster than a stack of blocks. There `sparsify` computes the whole image, with 0 outside
+# active blocks. `sparse.tune(x)` measures that share.
 
 # %%
 blocks = torch.arange(16 * 12).view(1, 16, 12)
@@ -159,10 +162,11 @@ print(f"blocks are faster at {', '.join(f'{wanted:.0%}' for wanted in below)} ac
 # %% [markdown]
 # ## Stained tissue, and what lies near the edges of blocks
 #
-# Diaminobenzidine stains some cells brown. A U-Net of two levels looks at them alone. Activations
-# outside active blocks are 0, so pixels near the edge of a region see zeros where the dense network
-# sees its neighbours. With `halo="exact"` the list of blocks is enlarged by as much as the network
-# looks around, and the result at the mask's pixels is the dense one.
+# Diaminobenzidine stains some cells brown, and a U-Net of two levels computes only there.
+# Activations outside active blocks are 0. So near the edge of an active region the sparse network
+# reads zeros where the dense network reads the activations of neighbouring pixels. `halo="exact"`
+# adds blocks around the mask, as far as the network's receptive field reaches. Then the result at
+# the mask's pixels equals that of the dense network.
 
 
 # %%
@@ -202,8 +206,8 @@ for halo in ("zero", "exact"):
     print(f"  dense {dense_ms:.0f} ms, sparse {sparse_ms:.0f} ms")
 
 # %% [markdown]
-# Dense results are on the left, those at active blocks on the right: for the scan the mean of the
-# last stage's channels, for the tissue what the U-Net returns.
+# Dense results are on the left, results at active blocks on the right. For the scan they are the
+# mean over the channels of the last stage, for the tissue the U-Net's result.
 
 # %%
 figure, axes = plt.subplots(4, 2, figsize=(8.4, 13), layout="constrained")

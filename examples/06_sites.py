@@ -11,12 +11,13 @@
 # %% [markdown]
 # # Features at sites: SparseConvNet's hello world
 #
-# A submanifold convolution computes at listed cells of a grid and nowhere else, so that strokes
-# stay strokes from layer to layer. `sbnet_cupy.torch.scn` has the layers of
-# [SparseConvNet](https://github.com/facebookresearch/SparseConvNet) by their names. This notebook
-# runs its first example, two messages in one batch, and draws what the network makes of them.
+# A submanifold convolution computes only at listed cells of a grid, the **sites**. So thin
+# strokes stay thin from layer to layer. `sbnet_cupy.torch.scn` has the layers of
+# [SparseConvNet](https://github.com/facebookresearch/SparseConvNet) under their original names.
+# This notebook runs SparseConvNet's first example, two messages in one batch, and draws the
+# features along the network.
 #
-# Needs `pip install "sbnet-cupy[demo,torch]"`; runs on a CPU, or on a GPU if there is one.
+# Needs `pip install "sbnet-cupy[demo,torch]"`. It runs on a CPU, or on a GPU if there is one.
 
 # %%
 import matplotlib.pyplot as plt
@@ -30,9 +31,9 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 # %% [markdown]
 # ## A network
 #
-# A VGG network with three poolings, a submanifold convolution to 32 planes, and a layer that puts
-# the features back on a dense grid. `input_spatial_size` asks the layers for the size of the input
-# that makes an output of 10 x 10 cells.
+# A VGG network with three poolings, a submanifold convolution to 32 planes (channels), and a
+# layer that writes the features to a dense grid. `input_spatial_size` computes the size of the
+# input from that of the output, here 10 x 10 cells.
 
 # %%
 model = (
@@ -56,8 +57,8 @@ print("spatial size of the input:", size.tolist())
 # %% [markdown]
 # ## Two messages
 #
-# Each X is a point with one feature. An `InputLayer` takes the points of all samples in one list,
-# with the number of the sample in the last column.
+# Each X is a point with one feature. An `InputLayer` takes the points of all samples as one list
+# of coordinates. The last column is the index of the sample.
 
 # %%
 messages = [
@@ -96,9 +97,9 @@ print("output:", tuple(output.shape))
 # %% [markdown]
 # ## Sites stay sparse
 #
-# Pooling makes new sites where a window meets a point; submanifold convolutions make none. The
-# picture shows the first message at three sizes on the way to the output: the largest feature of
-# each site, and nothing where there is no site.
+# Pooling makes a new site for each window that contains a site; submanifold convolutions make
+# none. The picture shows the first message at three sizes on the way to the output: the largest
+# feature of each site, and nothing where there is no site.
 
 # %%
 stages, y = [x], x

@@ -11,10 +11,10 @@
 # %% [markdown]
 # # A ResNet on active blocks, in JAX
 #
-# A small residual network names a shape that is somewhere on a large, mostly empty picture. All of
-# its layers keep only the blocks in which there is something: the picture is cut once, and one
-# list of blocks serves every stage. Finding the blocks, the network, and its gradients are inside
-# one `jit`.
+# A small residual network classifies a shape that lies somewhere on a large, mostly empty
+# picture. All layers keep only the blocks that are not empty: the picture is cut into blocks
+# once, and one list of active blocks serves every stage. Listing the blocks, the network and its
+# gradients run inside one `jit`.
 #
 # Needs `pip install "sbnet-cupy[demo,jax]"`.
 
@@ -32,7 +32,7 @@ NAMES = ("disc", "square", "cross")
 # %% [markdown]
 # ## Pictures
 #
-# A disc, a square or a cross of 10 to 18 pixels, turned by any angle, with noise on it.
+# A disc, a square or a cross of 10 to 18 pixels, turned by a random angle, with noise on it.
 
 
 # %%
@@ -58,10 +58,11 @@ print(images.shape, f"{(images > 0).mean():.1%} of the pixels are not 0")
 # %% [markdown]
 # ## The network
 #
-# `block_table` lists the blocks with a pixel that is not 0. `stack_conv2d` convolves them as the
-# images that they are part of: it reads neighbouring blocks, and 0 where a block is not active. A
-# stride of 2 halves the blocks along with the image, so the list stays: `after_conv` returns the
-# table of the next stage. Scale, bias, shortcut and activation are part of the call.
+# `block_table` lists the blocks that contain a pixel that is not 0. `stack_conv2d` convolves the
+# stack of these blocks as if it were the image: at the edge of a block it reads the neighbouring
+# block, or 0 if that block is not active. A stride of 2 halves the blocks along with the image,
+# so the list of blocks stays the same; `after_conv` returns the table of the next stage. Scale,
+# bias, shortcut and activation are part of the call.
 
 
 # %%
@@ -123,7 +124,7 @@ print(f"{active} of {total} blocks are active:", jax.jit(resnet)(params, images)
 # %% [markdown]
 # ## Training
 #
-# `value_and_grad` goes through all of it.
+# `value_and_grad` differentiates all of it.
 
 
 # %%
@@ -151,7 +152,7 @@ print(f"loss {np.mean(losses[:10]):.2f} at first, {np.mean(losses[-10:]):.2f} in
 # %% [markdown]
 # ## What it found
 #
-# Other pictures, the active blocks of each, and the shape that the network names.
+# New pictures with their active blocks, and the shape that the network predicts.
 
 # %%
 images, labels = pictures(np.random.default_rng(3), 8 * BATCH)

@@ -11,14 +11,14 @@
 # %% [markdown]
 # # Labels for the points of a scan: a U-Net on voxels
 #
-# A LiDAR scan fills a thousandth of the grid that it lies in. A U-Net of submanifold convolutions
-# computes at the voxels that hold points, and at nothing else. This notebook makes synthetic scans
-# of a street, trains such a network for a minute on a CPU to tell the ground, walls, poles and cars
-# apart, and draws what it finds in a scan that it has not seen.
+# A LiDAR scan occupies a thousandth of the cells of its grid. A U-Net of submanifold convolutions
+# computes only at the voxels that contain points. This notebook makes synthetic scans of a
+# street, trains such a network for a minute on a CPU to tell the ground, walls, poles and cars
+# apart, and draws its labels for a scan that it has not seen.
 #
-# Needs `pip install "sbnet-cupy[demo,torch]"`; runs on a CPU, or on a GPU if there is one. To draw
-# what the network finds in a scan of yours, set the environment variable `SBNET_POINTS` to a file
-# of x, y, z and reflectance as float32, such as a `.bin` of KITTI.
+# Needs `pip install "sbnet-cupy[demo,torch]"`. It runs on a CPU, or on a GPU if there is one. To
+# label your own scan, set the environment variable `SBNET_POINTS` to a file of x, y, z and
+# reflectance as float32, such as a `.bin` file of KITTI.
 
 # %%
 import os
@@ -36,8 +36,9 @@ NAMES = ("ground", "wall", "pole", "car")
 # %% [markdown]
 # ## A scan
 #
-# A sensor 1.8 m above a street sends rays in 24 rings. Each ends at what it meets first: the
-# ground, a wall on either side, a pole, or a car. A point is where a ray ends, within 2 cm.
+# A sensor 1.8 m above a street sends rays in 24 rings. Each ray ends at what it hits first: the
+# ground, a wall on either side, a pole, or a car. The end of a ray is a point, with noise of 2
+# cm.
 
 
 # %%
@@ -88,9 +89,10 @@ print(f"{len(points)} points:", dict(zip(NAMES, np.bincount(label).tolist(), str
 # %% [markdown]
 # ## Voxels
 #
-# Voxels of 20 cm. `InputLayer` takes points of all samples with the sample in the last column, and
-# puts them at their voxels; mode 4 is the mean of a voxel's points. The features of a point are its
-# height and where it lies in its voxel. `OutputLayer` gives each point what its voxel has.
+# Voxels have sides of 20 cm. `InputLayer` takes the points of all samples, with the index of the
+# sample in the last column, and combines the points of each voxel; mode 4 is their mean. The
+# features of a point are its height and its position in its voxel. `OutputLayer` gives each point
+# the features of its voxel.
 
 # %%
 VOXEL, GRID = 0.2, (256, 256, 32)
@@ -127,7 +129,7 @@ print("scores:", tuple(net([rows, features]).shape))
 # %% [markdown]
 # ## Training
 #
-# Each step sees two new scans. Rare classes weigh more.
+# Each step uses two new scans. The loss weighs rare classes more.
 
 # %%
 optimizer = torch.optim.Adam(net.parameters(), 0.01)
@@ -145,8 +147,8 @@ print(f"loss {losses[0]:.1f} at first, {np.mean(losses[-5:]):.1f} in the end")
 # %% [markdown]
 # ## A new scan
 #
-# Intersection over union of each class, and the scan as it was labelled, seen from above. A scan of
-# yours has no labels to compare with; of it the points are taken that lie in the grid.
+# The intersection over union of each class, and the labelled scan from above. Your own scan has
+# no labels to compare with, and only its points inside the grid are used.
 
 # %%
 net.eval()
