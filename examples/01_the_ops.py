@@ -19,8 +19,8 @@
 # 3. a dense convolution runs on the stack,
 # 4. `sparse_scatter` puts the results back.
 #
-# Needs `pip install "sbnet-cupy[demo]"`. If there is a GPU and CuPy, the same code also runs
-# there.
+# Needs `pip install -e ".[demo]"` in a checkout of this repository. If there is a GPU and CuPy,
+# the same code also runs there.
 
 # %%
 import matplotlib.pyplot as plt

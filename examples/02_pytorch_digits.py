@@ -16,7 +16,8 @@
 # same modules and weights, and takes the mask as a second argument. This notebook compares it
 # with the dense network, and trains it.
 #
-# Needs `pip install "sbnet-cupy[examples]"`. It runs on a GPU if PyTorch and CuPy see one.
+# Needs `pip install -e ".[examples]"` in a checkout of this repository. It runs on a GPU if
+# PyTorch and CuPy see one.
 
 # %%
 import importlib.util

@@ -15,8 +15,8 @@
 # its convolutions run on the blocks that contain part of a coin. Everything runs inside one
 # `jit`, also the listing of the blocks, and `grad` differentiates it.
 #
-# Needs `pip install "sbnet-cupy[demo,jax]"`. On a CPU the operations use NumPy. On a GPU they are
-# CUDA kernels on XLA's stream, and need CuPy (`sbnet-cupy[cuda13x]`).
+# Needs `pip install -e ".[demo,jax]"` in a checkout of this repository. On a CPU the operations
+# use NumPy. On a GPU they are CUDA kernels on XLA's stream, and need CuPy (the extra `cuda13x`).
 
 # %%
 import jax

@@ -16,8 +16,8 @@
 # data. This notebook simulates a scan, makes the bird's-eye mask of its points, and runs a
 # convolution on the blocks that contain points.
 #
-# Needs `pip install "sbnet-cupy[demo]"`. To use a KITTI scan instead, set the environment
-# variable `SBNET_POINTS` to its `.bin` file.
+# Needs `pip install -e ".[demo]"` in a checkout of this repository. To use a KITTI scan instead,
+# set the environment variable `SBNET_POINTS` to its `.bin` file.
 
 # %%
 import os

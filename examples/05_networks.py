@@ -19,8 +19,8 @@
 # - finds the share of active blocks at which both take the same time,
 # - shows what changes near the edges of active blocks.
 #
-# Needs `pip install "sbnet-cupy[demo,torch]"`. The weights are random; they do not affect how
-# long a network takes.
+# Needs `pip install -e ".[demo,torch]"` in a checkout of this repository. The weights are random;
+# they do not affect how long a network takes.
 
 # %%
 import time

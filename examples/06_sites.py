@@ -17,7 +17,8 @@
 # This notebook runs SparseConvNet's first example, two messages in one batch, and draws the
 # features along the network.
 #
-# Needs `pip install "sbnet-cupy[demo,torch]"`. It runs on a CPU, or on a GPU if there is one.
+# Needs `pip install -e ".[demo,torch]"` in a checkout of this repository. It runs on a CPU, or on
+# a GPU if there is one.
 
 # %%
 import matplotlib.pyplot as plt

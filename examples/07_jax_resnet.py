@@ -16,7 +16,7 @@
 # once, and one list of active blocks serves every stage. Listing the blocks, the network and its
 # gradients run inside one `jit`.
 #
-# Needs `pip install "sbnet-cupy[demo,jax]"`.
+# Needs `pip install -e ".[demo,jax]"` in a checkout of this repository.
 
 # %%
 import jax

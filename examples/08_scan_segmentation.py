@@ -16,9 +16,9 @@
 # street, trains such a network for a minute on a CPU to tell the ground, walls, poles and cars
 # apart, and draws its labels for a scan that it has not seen.
 #
-# Needs `pip install "sbnet-cupy[demo,torch]"`. It runs on a CPU, or on a GPU if there is one. To
-# label your own scan, set the environment variable `SBNET_POINTS` to a file of x, y, z and
-# reflectance as float32, such as a `.bin` file of KITTI.
+# Needs `pip install -e ".[demo,torch]"` in a checkout of this repository. It runs on a CPU, or on
+# a GPU if there is one. To label your own scan, set the environment variable `SBNET_POINTS` to a
+# file of x, y, z and reflectance as float32, such as a `.bin` file of KITTI.
 
 # %%
 import os
