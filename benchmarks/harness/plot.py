@@ -1,5 +1,6 @@
 """Draws the pictures of a folder of results: ``python -m benchmarks.harness.plot FOLDER...``."""
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -31,7 +32,9 @@ OP_NAMES = {"sparse_gather": "gather", "sparse_scatter": "scatter", "reduce_mask
 def main(arguments=None):
     """Draw the pictures of the folders that are named, or of all results."""
     results = Path(__file__).resolve().parents[1] / "results"
-    folders = list(map(Path, sys.argv[1:] if arguments is None else arguments))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folders", nargs="*", type=Path, help="[all of benchmarks/results]")
+    folders = parser.parse_args(arguments).folders
     for folder in folders or sorted(path for path in results.glob("*") if path.is_dir()):
         for line in draw(folder):
             print(line)
