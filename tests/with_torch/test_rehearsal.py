@@ -367,19 +367,37 @@ class AtSites(nn.Module):
         return st.masked_batch_norm(x, *norm, self.training).features[voxel]
 
 
+def layers_at_sites(scn, width):
+    """Return a network of SparseConvNet's layers, with a norm, on points."""
+    plain = scn.Sequential(
+        scn.InputLayer(3, 32, mode=4),
+        scn.SubmanifoldConvolution(3, 4, width, 3, False),
+        scn.BatchNormReLU(width),
+        scn.Convolution(3, width, 2 * width, 3, 2, False),
+        scn.Deconvolution(3, 2 * width, width, 3, 2, False),
+    )
+    return scn.Sequential(plain, scn.OutputLayer(3))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("training", [False, True])
-def test_graphs_at_sites_compile_at_once(st, require, cold, training):
+@pytest.mark.parametrize("layers", [False, True])
+def test_graphs_at_sites_compile_at_once(st, require, cold, training, layers):
     """All but those that list sites, by whose numbers the others are chosen."""
     device = on_device(require, torch, "cuda")
     torch.manual_seed(training)
-    net = AtSites(24).to(device).half().train(training)
-    points = torch.rand(3000, 3, device=device) * 8
+    from sbnet_cupy.torch import scn
+
+    net = (layers_at_sites(scn, 24) if layers else AtSites(24)).to(device).half().train(training)
+    points = torch.rand(3000, 3, device=device) * (32 if layers else 8)
+    points = points.long() if layers else points
     values = torch.randn(3000, 4, device=device).half()
     found = []
     for again in (False, True):  # nothing is rehearsed again
-        run = st.graphed(net, [(points, values)])
-        y = run(points[:2800], values[:2800])
+        if layers:
+            y = scn.graphed(net, [[points, values]])([points[:2800], values[:2800]])
+        else:
+            y = st.graphed(net, [(points, values)])(points[:2800], values[:2800])
         found.append([y])
         if training:
             grads = torch.autograd.grad(y, list(net.parameters()), torch.cos(y.detach()))
