@@ -370,7 +370,7 @@ class AtSites(nn.Module):
 def layers_at_sites(scn, width):
     """Return a network of SparseConvNet's layers, with a norm, on points."""
     plain = scn.Sequential(
-        scn.InputLayer(3, 32, mode=4),
+        scn.InputLayer(3, 33, mode=4),
         scn.SubmanifoldConvolution(3, 4, width, 3, False),
         scn.BatchNormReLU(width),
         scn.Convolution(3, width, 2 * width, 3, 2, False),
@@ -389,7 +389,7 @@ def test_graphs_at_sites_compile_at_once(st, require, cold, training, layers):
     from sbnet_cupy.torch import scn
 
     net = (layers_at_sites(scn, 24) if layers else AtSites(24)).to(device).half().train(training)
-    points = torch.rand(3000, 3, device=device) * (32 if layers else 8)
+    points = torch.rand(3000, 3, device=device) * (33 if layers else 8)
     points = points.long() if layers else points
     values = torch.randn(3000, 4, device=device).half()
     found = []
