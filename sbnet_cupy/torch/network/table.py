@@ -63,9 +63,11 @@ class Table:
 
     def compute(self, func, *args, **kwargs):
         """Call a function of values of the call, and note it where the call is recorded."""
+        if self.tape is None:
+            return func(*args, **kwargs)
+        self.tape.begin()
         result = func(*args, **kwargs)
-        if self.tape is not None:
-            self.tape.note(func, args, kwargs, result)
+        self.tape.note(func, args, kwargs, result)
         return result
 
     def fits(self, block, size):

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from . import tensor as T
 from .handlers import METADATA
+from .surroundings import Surroundings
 
 _PLAIN = (
     int, float, bool, complex, str, type(None), slice, type(Ellipsis), torch.dtype, torch.device,
@@ -98,6 +99,7 @@ class Tape:
         self.folds = self.writes = False
         self._held = {id(t): t for t in held}
         self._given = {_memory(t) for t in (x, outside) if isinstance(t, torch.Tensor)}
+        self._around = Surroundings()
         self._remember(x, _IMAGE)
         if isinstance(outside, torch.Tensor):
             self._remember(outside, _OUTSIDE)
@@ -129,10 +131,16 @@ class Tape:
         if self._number(value) is None and id(value) not in self._held:
             self.stop("a value of which the tape does not know how it was made")
 
+    def begin(self):
+        """Note that a function is about to be computed, which may become a step."""
+        if not self.stopped:
+            self._around.before()
+
     def note(self, func, args, kwargs, result, shapes=None):
         """Add a step that was just computed; ``shapes`` are those that its results must have."""
         if self.stopped:
             return
+        self._around.after()
         self.writes = self.writes or self._writes(func, args, kwargs)
         if getattr(func, "__self__", None) is self.table:
             func, args = func.__func__, (self.table, *args)
@@ -156,6 +164,9 @@ class Tape:
             self._leaves = [self._placed(leaf) for leaf in leaves]
         except _Unknown as error:
             self.stop(f"the result: {error}")
+        self.begin()
+        if self._around.changed_by is not None:
+            self.stop(self._around.changed_by)
         if self.writes and any(step.shapes for step in self.steps):
             self.stop("it writes to its image, so that it cannot be given up on the way")
         if self.stopped:
@@ -165,7 +176,7 @@ class Tape:
             used = set(_values([step.args, step.kwargs, step.out])) - seen - {_TABLE}
             step.last = tuple(used)
             seen |= used
-        self.table = self._numbers = self._held = None
+        self.table = self._numbers = self._held = self._around = None
         return self
 
     def run(self, table, x, outside):
@@ -279,6 +290,7 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         """Call a function, and note it."""
         kwargs = kwargs or {}
+        self.tape.begin()
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
         if any(issubclass(kind, T.StackTensor) for kind in types):

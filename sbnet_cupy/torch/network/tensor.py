@@ -519,6 +519,8 @@ def _traced(table, name, func, args, kwargs):
     """Run a function on whole images, as a row of a trace, or a step of a tape, if there is one."""
     if table.trace is not None:
         return table.trace.on_image(name, func, args, kwargs)
+    if table.tape is not None:
+        table.tape.begin()
     result = func(*args, **kwargs)
     if table.tape is not None:
         table.tape.note_image(func, args, kwargs, result)
