@@ -163,6 +163,14 @@ def test_other_iterators_are_returned_as_they_are(st):
     assert sparse(image(), torch.ones(2, *SIZE))[1].read() == "a"
 
 
+@torch.no_grad()
+def test_sizes_are_returned_as_sizes(st):
+    sparse = st.sparsify(Call(lambda y: [y, {"of": y.shape}]).eval(), BLOCK)
+    for _ in range(3):
+        _, sizes = sparse(image(), torch.ones(2, *SIZE))
+        assert sizes["of"].numel() == image().numel()
+
+
 class Ends(nn.Module):
     """A convolution, and a function of its result."""
 

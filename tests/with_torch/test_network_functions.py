@@ -216,6 +216,8 @@ STACK = {
     "matrix": lambda x: (x.permute(0, 2, 3, 1) @ W1[:, :, 0, 0]).permute(0, 3, 1, 2),
     "linear": lambda x: F.linear(x.movedim(1, -1), W1[:, :, 0, 0]).movedim(-1, 1),
     "new": lambda x: x.new_ones(1) * x + torch.zeros_like(x),
+    "new of a size": lambda x: x * x.new(torch.Size((4, 1, 1))).fill_(2) + x.new(4, 1, 1).zero_(),
+    "new of numbers": lambda x: x * x.new([1, 2, 3, 4]).view(4, 1, 1) * x.new_ones(1, dtype=None),
     "dtype": lambda x: x.float().double(),
 }
 
@@ -243,6 +245,7 @@ IMAGE = {
     "variance of all": lambda x: x * x.var(True),
     "pad and pool 3 ceil": lambda x: pool(F.pad(x, (0, 1, 0, 1)), 3, 2, ceil_mode=True),
     "einsum": lambda x: torch.einsum("nchw,cd->ndhw", x, W1[:, :, 0, 0]),
+    "new of an image": lambda x: x.roll(1, 1) * (lambda y: y.new(y.shape).fill_(2))(x.cumsum(2)),
     "flat": lambda x: x.view(x.shape[0], -1).sum(1),
     "tokens": lambda x: x.flatten(2).transpose(1, 2).softmax(1).sum(1),
     "gram": lambda x: x.flatten(2) @ x.flatten(2).transpose(1, 2),

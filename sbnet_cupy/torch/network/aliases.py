@@ -13,7 +13,6 @@ import weakref
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
 from .._dispatch_state import (
     has_function_transforms,
@@ -24,6 +23,7 @@ from .._dispatch_state import (
 )
 from . import joins
 from .layout import pitch_of
+from .trees import tree_leaves
 
 _COPIES = ("reshape", "flatten", "contiguous")  # of images in another order of dimensions, maybe
 

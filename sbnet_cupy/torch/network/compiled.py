@@ -8,7 +8,6 @@ while the layers stay what they are, whatever the weights become.
 
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .._dispatch_state import in_dispatch_mode
 from . import tensor as T
@@ -17,6 +16,7 @@ from .left import is_zero
 from .state import State
 from .table import PictureTable
 from .trace import Trace
+from .trees import tree_flatten, tree_unflatten
 
 
 class Compiled:

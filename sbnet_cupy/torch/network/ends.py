@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves, tree_map
 
 from ...errors import DeviceError, DTypeError, ShapeError
 from . import cuda_ends
@@ -23,6 +22,7 @@ from .image_values import plainly
 from .left import is_zero, why_not_filled
 from .piles import as_images
 from .state import KEPT_DICTS
+from .trees import tree_leaves, tree_map
 
 
 class End(NamedTuple):

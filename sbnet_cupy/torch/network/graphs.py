@@ -10,13 +10,13 @@ import weakref
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ...errors import ShapeError
 from . import norms
 from . import tensor as T
 from .ends import check_call, check_tensor, tensors_in
 from .table import BlockTable
+from .trees import tree_flatten, tree_leaves, tree_unflatten
 
 
 def graphed(sparse, x, mask):
@@ -78,7 +78,7 @@ def _captured(sparse, x, mask, outside=None, room=None, memory=None):
     noted, network = sparse._last, weakref.ref(sparse)
     leaves, tree = tree_flatten(result)
     for leaf in leaves:
-        if not isinstance(leaf, torch.Tensor | str | bool | int | float | None):
+        if not isinstance(leaf, torch.Tensor | torch.Size | str | bool | int | float | None):
             raise TypeError(
                 "the network's result must be made of tensors in tuples, lists and dicts to be "
                 f"copied out of a CUDA graph, got a {type(leaf).__name__}"

@@ -13,7 +13,6 @@ import weakref
 
 import torch
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves, tree_map
 
 from .._dispatch_state import plainly as without_subclass
 from .._dispatch_state import without_memory
@@ -21,6 +20,7 @@ from . import casts, cuda, cuda_affine, cuda_pool
 from .epilogue import finish
 from .handlers import is_of_shape
 from .tensor import StackTensor
+from .trees import tree_leaves, tree_map
 
 _MOST_IMAGES = 8  # each reads the matrix again
 _MOST_VALUES = 64  # of a channel, where images have several

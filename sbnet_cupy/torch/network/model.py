@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import functional as F
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from ...block_sparse.checks import blocks_of_capacity
 from .._dispatch_state import in_dispatch_mode, in_one_piece, is_mapped
@@ -30,6 +29,7 @@ from .table import BlockTable, PictureTable, active_blocks, rows_for
 from .tape import Recorder
 from .taped import Tapes, may_tape
 from .trace import Trace, Traces
+from .trees import tree_flatten, tree_leaves, tree_map
 from .weights import Weights
 
 # Share of active blocks from which whole images, 0 outside active blocks, are faster than a stack.

@@ -16,6 +16,7 @@ from .image_values import plainly
 from .plans import LinearPlan, MatrixPlan, NormPlan, normalized, wider
 from .pointwise import alias, pointwise, step
 from .scales import postponed
+from .trees import tree_map
 from .windows import global_maximum, global_mean, is_image
 
 OF_A_BATCH = "a batch norm by the statistics of the batch"
@@ -346,7 +347,7 @@ def reduce_channels(func, input, dim=None, *args, **kwargs):
         moved = tuple(i - sum(o < i for o in over) if gone else i for i in hw)
         return T.wrap(value, input, hw=moved)
 
-    return torch.utils._pytree.tree_map(back, result)
+    return tree_map(back, result)
 
 
 @handles("amax")

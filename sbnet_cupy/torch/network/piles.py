@@ -6,11 +6,11 @@ becomes whole images for all else.
 """
 
 import torch
-from torch.utils._pytree import tree_map
 
 from .._dispatch_state import plainly, without_memory
 from . import tensor as T
 from .handlers import is_of_shape
+from .trees import tree_map
 
 _REDUCTIONS = {
     getattr(space, name)

@@ -4,7 +4,6 @@ import functools
 
 import torch
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map
 
 from . import aliases, casts, epilogue, joins, left, unread
 from . import tensor as T
@@ -12,6 +11,7 @@ from .ends import rest_of, with_rest
 from .handlers import ACTIVATIONS, HANDLERS, handles, keeps_rest
 from .image_values import at_blocks, expanded, plainly
 from .plans import AffinePlan, Plan
+from .trees import tree_map
 
 _UNARY = """
     elu selu selu_ celu celu_ rrelu rrelu_ mish softplus

@@ -14,7 +14,6 @@ import weakref
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from ...core.compile_ahead import Note, compile_kernels
 from ...core.rehearsal import Rehearsal, rehearsing
@@ -25,6 +24,7 @@ from .recordings import settings
 from .state import State
 from .table import BlockTable
 from .training_graphs import NoTensorHooks, forked, settings_of
+from .trees import tree_leaves, tree_map
 
 _MOST = 256  # kinds of calls that are remembered
 

@@ -475,8 +475,9 @@ def channel_shuffle(func, input, groups):
     return out
 
 
-@handles("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
+@handles("new", "new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")
 def new(func, input, *args, **kwargs):
     """Make a tensor of the same dtype and device."""
-    kwargs.setdefault("dtype", input.dtype)
-    return func(torch.empty(0, device=input.device), *args, **kwargs)
+    if T.first_stack(args, kwargs) is not None:
+        return NotImplemented
+    return func(torch.empty(0, dtype=input.dtype, device=input.device), *args, **kwargs)

@@ -9,15 +9,15 @@ import weakref
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from . import tensor as T
 from .handlers import METADATA
 from .surroundings import Surroundings
+from .trees import tree_flatten, tree_unflatten
 
 _PLAIN = (
     int, float, bool, complex, str, type(None), slice, type(Ellipsis), torch.dtype, torch.device,
-    torch.memory_format, torch.layout,
+    torch.memory_format, torch.layout, torch.Size,
 )  # fmt: skip
 
 
@@ -215,7 +215,7 @@ class Tape:
             return value if number is None else number
         if value is self.table:
             return _TABLE
-        if type(value) in (list, tuple, torch.Size):
+        if type(value) in (list, tuple):
             kind = list if type(value) is list else tuple
             return kind(self._placed(v) for v in value)
         if type(value) is dict:

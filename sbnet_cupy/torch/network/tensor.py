@@ -12,7 +12,6 @@ import weakref
 
 import torch
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves, tree_map
 
 from .._dispatch_state import (
     BACKWARD_HOOK,
@@ -25,6 +24,7 @@ from .._dispatch_state import (
 from . import aliases, casts, left, stages
 from .current import Current
 from .handlers import BORDERED, HANDLERS, INSTEAD, METADATA, REFUSED, keeps_rest, takes
+from .trees import tree_leaves, tree_map
 
 _INNER_ATTRIBUTES = ("requires_grad", "grad_fn", "is_leaf")
 

@@ -5,11 +5,11 @@ import weakref
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from . import tensor as T
 from .left import running_module
 from .state import State
+from .trees import tree_leaves
 
 
 class Row:
@@ -199,7 +199,7 @@ def _work(kind, args, kwargs, result):
 _SMALL = {
     "size", "dim", "permute", "transpose", "view", "reshape", "flatten", "contiguous", "chunk",
     "split", "__getitem__", "select", "unsqueeze", "squeeze", "detach", "to", "new_zeros",
-    "dropout", "new_ones",
+    "dropout", "new_ones", "new",
 }  # fmt: skip
 
 

@@ -14,7 +14,6 @@ import torch
 from torch.autograd import Function
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .._dispatch_state import BACKWARD_HOOKS, HOOKS
 from . import casts
@@ -22,6 +21,7 @@ from .ends import check_call
 from .graphs import NoSynchronization, capturing, check_alike, likeness, new_memory, on
 from .state import State
 from .together import Together
+from .trees import tree_flatten, tree_unflatten
 
 _WARM_UP = 3  # calls before a capture, in which libraries choose how they compute
 _CHANGED = (
