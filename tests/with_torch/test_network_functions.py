@@ -170,6 +170,9 @@ STACK = {
     ).permute(dims=(0, 3, 1, 2)),
     "parts by name": lambda x: torch.cat(torch.chunk(x, chunks=2, dim=1)[::-1], 1),
     "sort by name": lambda x: torch.sort(x, stable=True, dim=1).values * x.sort(1, True)[0],
+    "factors of NumPy": lambda x: pool(resize(x, scale_factor=np.int64(2)), torch.tensor(2)),
+    "factors of NumPy, bilinear": lambda x: resize(
+        x, scale_factor=(np.float32(2), np.float64(2)), mode="bilinear"),
     "sizes of NumPy": lambda x: resize(pool(x, np.int64(2)), size=tuple(np.array(x.shape[2:]))),
     "batch norm": lambda x: F.batch_norm(x, BIAS, BIAS.abs() + 1, BIAS, BIAS),
     "normalize": lambda x: F.normalize(x),

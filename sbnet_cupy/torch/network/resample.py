@@ -1,5 +1,7 @@
 """Interpolation of a stack: nearest and bilinear, by any factor that has a stage."""
 
+import numbers
+
 import torch
 from torch.nn import functional as F
 
@@ -142,11 +144,12 @@ def _sizes(old, size, scale, recompute):
     """Return the new size, and the factors that PyTorch computes positions with, or None."""
     if size is not None:
         return two(size), (None, None)
-    scale = (scale, scale) if isinstance(scale, (int, float)) else tuple(scale)
-    if not all(isinstance(s, (int, float)) for s in scale):
+    scale = (scale, scale) if isinstance(scale, numbers.Real) else tuple(scale)
+    if not all(isinstance(s, numbers.Real) for s in scale):
         return None, None
+    scale = tuple(map(float, scale))  # of NumPy, too
     new = tuple(int(o * s) for o, s in zip(old, scale, strict=True))
-    return new, (None, None) if recompute else tuple(map(float, scale))
+    return new, (None, None) if recompute else scale
 
 
 def _anywhere(x, table, block, old, to, new, scales, mode, corners):

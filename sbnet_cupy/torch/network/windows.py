@@ -3,7 +3,6 @@
 import functools
 import operator
 
-import numpy as np
 import torch
 from torch.nn import functional as F
 
@@ -19,10 +18,13 @@ from .pointwise import copied
 
 
 def two(value):
-    """Return an int, of NumPy too, or a sequence of one or two as a pair of ints or None."""
+    """Return an int, also of NumPy or a tensor, or one or two of them as a pair of ints or None."""
     if isinstance(value, int):
         return (value, value)
-    value = (value,) if isinstance(value, np.integer) else tuple(value)
+    try:
+        value = (operator.index(value),)
+    except TypeError:  # a sequence
+        value = tuple(value)
     value = tuple(v if v is None or isinstance(v, int) else operator.index(v) for v in value)
     return value * 2 if len(value) == 1 else value
 
