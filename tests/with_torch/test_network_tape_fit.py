@@ -121,7 +121,13 @@ def test_what_is_on_no_tape_is_called_each_time(st, name):
     assert sparse._tapes.unfit and not sparse._tapes.kept
 
 
+def _kept_mask(self, y):
+    self.cache[:] = self.cache or [torch.tensor([True, False, True, True])]
+    return y[:, self.cache[0]] * 2
+
+
 FIT = {
+    "channels of a mask that it keeps": _kept_mask,
     "of whole images": lambda self, y: y * torch.sigmoid(
         F.conv2d(y.mean((2, 3), keepdim=True)[:, :3], self.conv.weight[:, :, :1, :1])),
     "written in place": lambda self, y: y.mul_(2).add_(y.mean((2, 3), keepdim=True).neg_()),
@@ -154,7 +160,13 @@ def test_what_a_network_may_do(st, name, break_even):
     assert sparse._tapes.kept and not sparse._tapes.unfit
 
 
+def _channels_of_a_mask(self, y):
+    y = y[:, y.mean((0, 2, 3)) > 0]
+    return y.sum(1, keepdim=True) * y.shape[1]
+
+
 SHAPES = {
+    "channels of a mask": _channels_of_a_mask,
     "nonzero": lambda self, y: y * len(torch.nonzero(y.mean((2, 3)) > 0)),
     "a mask": lambda self, y: y * y.mean((2, 3))[y.mean((2, 3)) > 0].numel(),
     "unique": lambda self, y: y * torch.unique((10 * y.mean((2, 3))).round()).shape[0],

@@ -357,6 +357,9 @@ def flatten(func, input, start_dim=0, end_dim=-1):
     return _moved(input, hw, torch.flatten, start_dim, end_dim)
 
 
+_MASKS = torch.bool, torch.uint8
+
+
 @handles("__getitem__")
 def getitem(func, input, index):
     """Slice channels; take every so many pixels; cut less than a block off at the far ends."""
@@ -392,6 +395,9 @@ def getitem(func, input, index):
         isinstance(i, int) for i in others
     ):
         return NotImplemented
+    masks = [i for i in others if isinstance(i, torch.Tensor) and i.dtype in _MASKS]
+    if table.tape is not None and not table.tape.holds(masks):
+        table.tape.stop("channels of which a mask that is made in the call says how many they are")
     gone = [i for i in own_dims(input) if isinstance(index[i], int)]
     moved = tuple(i - sum(g < i for g in gone) for i in hw)
     take, value = torch.Tensor.__getitem__, T.value_of(input)
