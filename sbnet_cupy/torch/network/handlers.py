@@ -56,6 +56,23 @@ INSTEAD = {  # what gives what a refused function would
     "retain_grad": "register_hook or torch.autograd.grad, which give its gradient as an image",
 }
 
+BINARY = """
+    add sub subtract mul multiply div divide true_divide pow maximum minimum fmax fmin where lerp
+    addcmul addcdiv eq ne lt le gt ge not_equal greater less greater_equal less_equal logical_and
+    logical_or logical_xor fmod remainder floor_divide atan2 rsub masked_fill copysign hypot
+    bitwise_and bitwise_or bitwise_xor xlogy logaddexp
+    add_ sub_ mul_ div_ masked_fill_ addcmul_ addcdiv_ lerp_ copy_ multiply_ divide_ subtract_
+    __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__
+    __rtruediv__ __itruediv__ __div__ __rdiv__ __idiv__ __pow__ __rpow__ __ipow__ __eq__ __ne__
+    __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ __mod__ __floordiv__ __iand__ __ior__
+    fill_ zero_
+"""
+# Of which a tensor of integers is an operand or an index, or gives its shape or dtype alone.
+OF_INTEGERS = {
+    *BINARY.split(), *_BOUNDS, "__getitem__", "index_select", "cat", "stack", "max", "min", "to",
+    "type_as", "expand_as", "view_as", "reshape_as",
+}  # fmt: skip
+
 _SPACES = (torch, torch.Tensor, F, builtin_functions, torch.special)
 
 

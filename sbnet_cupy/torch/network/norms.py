@@ -331,7 +331,7 @@ def _variance_of_images(value, table, block, size, hw, over, correction):
 )
 def reduce_channels(func, input, dim=None, *args, **kwargs):
     """Reduce dimensions of channels."""
-    if isinstance(dim, torch.Tensor):  # maximum of two tensors
+    if isinstance(dim, torch.Tensor) and func.__name__ in ("max", "min"):  # of two tensors
         return pointwise(func, input, dim, *args, **kwargs)
     over = None if dim is None else _normal(dim, T.dims(input))
     if over is None or not over or not set(over) <= set(own_dims(input)):

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from . import aliases, casts, epilogue, joins, left, unread
 from . import tensor as T
 from .ends import rest_of, with_rest
-from .handlers import ACTIVATIONS, HANDLERS, handles, keeps_rest
+from .handlers import ACTIVATIONS, BINARY, HANDLERS, handles, keeps_rest
 from .image_values import at_blocks, expanded, plainly
 from .plans import AffinePlan, Plan
 from .trees import tree_map
@@ -25,22 +25,10 @@ _UNARY = """
     full_like empty_like rand_like randn_like requires_grad_ pow_
     feature_alpha_dropout_pointwise float_power
 """
-
-_BINARY = """
-    add sub subtract mul multiply div divide true_divide pow maximum minimum fmax fmin where lerp
-    addcmul addcdiv eq ne lt le gt ge not_equal greater less greater_equal less_equal logical_and
-    logical_or logical_xor fmod remainder floor_divide atan2 rsub masked_fill copysign hypot
-    bitwise_and bitwise_or bitwise_xor xlogy logaddexp
-    add_ sub_ mul_ div_ masked_fill_ addcmul_ addcdiv_ lerp_ copy_ multiply_ divide_ subtract_
-    __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__
-    __rtruediv__ __itruediv__ __div__ __rdiv__ __idiv__ __pow__ __rpow__ __ipow__ __eq__ __ne__
-    __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ __mod__ __floordiv__ __iand__ __ior__
-    fill_ zero_
-"""
 _CONVERSIONS = {"to", "type", "float", "double", "half", "bfloat16", "int", "long", "bool"}
 
 
-@handles(*_UNARY.split(), *_BINARY.split())
+@handles(*_UNARY.split(), *BINARY.split())
 def pointwise(func, *args, **kwargs):
     """Run an elementwise function on the stacks of its arguments."""
     found = align(args, kwargs) if args else None

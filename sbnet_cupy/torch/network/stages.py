@@ -7,6 +7,8 @@ no blocks; except by a row or a column, as after padding to an even size, where 
 size.
 """
 
+import operator
+
 # Functions whose result shows the whole picture, in any size.
 _WHOLE = {
     "interpolate", "upsample", "upsample_nearest", "upsample_bilinear", "adaptive_avg_pool2d",
@@ -79,10 +81,14 @@ def _strides(args, kwargs, *places):
     """Return the strides of a call: those given, or the kernel's size, or 1."""
     for at, name in zip(places[::2], places[1::2], strict=True):
         found = args[at] if len(args) > at else kwargs.get(name)
-        if isinstance(found, int):
-            return found, found
+        if found is None:
+            continue
+        try:
+            found = (operator.index(found),)
+        except TypeError:  # a sequence
+            found = tuple(map(int, found))
         if found:
-            return tuple(map(int, found)) * (2 // len(found))
+            return found * (2 // len(found))
     return 1, 1
 
 

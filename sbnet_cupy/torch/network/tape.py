@@ -11,14 +11,17 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from . import tensor as T
-from .handlers import METADATA
+from .handlers import METADATA, OF_INTEGERS
 from .surroundings import Surroundings
-from .trees import tree_flatten, tree_unflatten
+from .trees import tree_flatten, tree_leaves, tree_unflatten
 
 _PLAIN = (
     int, float, bool, complex, str, type(None), slice, type(Ellipsis), torch.dtype, torch.device,
     torch.memory_format, torch.layout, torch.Size,
 )  # fmt: skip
+
+
+_INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 
 
 class _Value(int):
@@ -153,6 +156,30 @@ class Tape:
             return self.stop(f"{getattr(func, '__name__', func)}: {error}")
         self.steps.append(_Step(func, args, kwargs, out, shapes))
 
+    def check_numbers(self, name, given, steps):
+        """Stop if a function of stacks goes by numbers of tensors that are made in the call.
+
+        As a size or a dimension does, which is a tensor. ``steps`` is how many there were before.
+        """
+        if self.stopped:
+            return
+        read = set(_values([[step.args, step.kwargs] for step in self.steps[steps:]]))
+        for leaf in tree_leaves(given):
+            if isinstance(leaf, slice):
+                is_size = any(self._is_made(part) for part in _parts(leaf))
+            else:
+                is_integer = self._is_made(leaf) and leaf.dtype in _INTEGERS
+                is_number = is_integer or (self._is_made(leaf) and leaf.dim() == 0)
+                is_size = is_number and self._number(leaf) not in read
+                is_size = is_size or (is_integer and name not in OF_INTEGERS)
+            if is_size:
+                return self.stop(f"{name}, which goes by the numbers of a tensor of the call")
+
+    def _is_made(self, value):
+        """Whether a value is a tensor that was made in the call, and no stack."""
+        is_tensor = isinstance(value, torch.Tensor) and not isinstance(value, T.StackTensor)
+        return is_tensor and self._number(value) is not None
+
     def note_image(self, func, args, kwargs, result):
         """Add a step whose results have the same shapes whichever blocks are active."""
         self.note(func, args, kwargs, result, _shapes(result))
@@ -220,6 +247,10 @@ class Tape:
             return kind(self._placed(v) for v in value)
         if type(value) is dict:
             return {k: self._placed(v) for k, v in value.items()}
+        if type(value) is slice and any(isinstance(p, torch.Tensor) for p in _parts(value)):
+            self._placed(_parts(value))
+            if any(map(self._is_made, _parts(value))):
+                raise _Unknown("a slice by a number of a tensor")
         if type(value) in _PLAIN:
             return value
         raise _Unknown(f"an argument of type {type(value).__name__}")
@@ -269,6 +300,10 @@ def _values(tree):
             yield from _values(part)
 
 
+def _parts(value):
+    return value.start, value.stop, value.step
+
+
 def _filled(tree, values):
     """Return arguments with values in place of their numbers."""
     if type(tree) is _Value:
@@ -291,12 +326,14 @@ class Recorder(TorchFunctionMode):
         """Call a function, and note it."""
         kwargs = kwargs or {}
         self.tape.begin()
+        steps = len(self.tape.steps)
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", str(func))
         if any(issubclass(kind, T.StackTensor) for kind in types):
             for leaf in tree_flatten(result)[0]:  # how a stack was made is on the tape
                 if isinstance(leaf, torch.Tensor) and not isinstance(leaf, T.StackTensor):
                     self.tape.expect(leaf)
+            self.tape.check_numbers(name, (args, kwargs), steps)
         elif isinstance(result, torch.Tensor) or not (name == "__get__" or name in METADATA):
             self.tape.note_image(func, args, kwargs, result)
         return result
