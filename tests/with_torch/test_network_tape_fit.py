@@ -59,6 +59,20 @@ def _in_half_precision(self, y):
         return _scores(self, y).float()
 
 
+class Doubled(torch.utils._python_dispatch.TorchDispatchMode):
+    """Doubles what sigmoids return."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """Run an operator."""
+        result = func(*args, **kwargs or {})
+        return 2 * result if func is torch.ops.aten.sigmoid.default else result
+
+
+def _in_a_mode(self, y):
+    with Doubled():
+        return y * torch.sigmoid(y.mean((2, 3), keepdim=True)) + torch.sigmoid(y)
+
+
 def _in_double_precision(self, y):
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -87,6 +101,7 @@ def _seeded_for_the_next_call(self, y):
 
 UNFIT = {
     "a region of autocast": _in_half_precision,
+    "a mode that sees operators": _in_a_mode,
     "another default dtype": _in_double_precision,
     "a seed": _seeded,
     "a generator that is put back": _forked,

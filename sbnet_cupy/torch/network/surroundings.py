@@ -2,6 +2,7 @@
 
 import torch
 
+from .._dispatch_state import in_dispatch_mode
 from .recordings import settings
 
 
@@ -47,4 +48,4 @@ class Surroundings:
 def _settings():
     _, *others = settings()  # inference mode, which comes first, changes no number
     autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-    return *others, torch.is_grad_enabled(), *autocast
+    return *others, torch.is_grad_enabled(), *autocast, in_dispatch_mode()
