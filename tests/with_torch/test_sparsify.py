@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 
 import numpy as np
 import pytest
@@ -364,6 +365,9 @@ def test_bad_calls(st):
     moved = st.sparsify(copy.deepcopy(dense), 16)
     moved(x, mask)
     moved.to("meta")
+    with warnings.catch_warnings():  # that nested tensors are a prototype
+        warnings.simplefilter("ignore")
+        nested = torch.nested.nested_tensor(list(x))
     for error, word, call in [
         (TypeError, "model must be a torch.nn.Module, got type", lambda: st.sparsify(nn.Conv2d)),
         (TypeError, "not be compiled yet, got a network of torch.compile; give it uncompiled",
@@ -390,6 +394,8 @@ def test_bad_calls(st):
         (DTypeError, "x must be of floating point", lambda: sparse(x.long(), mask)),
         (DTypeError, r"x must be dense.*x.to_dense\(\)", lambda: sparse(x.to_sparse(), mask)),
         (DTypeError, "mask must be dense", lambda: sparse(x, mask.to_sparse())),
+        (DTypeError, "x must be dense, got a nested", lambda: sparse(nested, mask)),
+        (RuntimeError, "x must be on a device with memory", lambda: sparse(x.to("meta"), mask)),
         (DTypeError, "x must be a torch.Tensor", lambda: sparse.graphed(x.numpy(), mask)),
         (ShapeError, "mask must have shape", lambda: sparse.graphed(x, mask[:1])),
         (DTypeError, "mask must be a torch.Tensor", lambda: sparse.graphed(x, mask)(x, None)),

@@ -277,6 +277,11 @@ def check_image(x):
         )
     if not x.is_floating_point():
         raise DTypeError(f"x must be of floating point, got {x.dtype}; use x.float()")
+    if x.is_meta:
+        raise DeviceError(
+            "x must be on a device with memory, got one on meta, where a mask says nothing; trace "
+            "a sparsified network by torch.export, on a CPU and with a capacity"
+        )
 
 
 def check_tensor(name, value):
@@ -285,6 +290,11 @@ def check_tensor(name, value):
         raise DTypeError(
             f"{name} must be a torch.Tensor, got {type(value).__name__}; convert it with "
             "torch.as_tensor"
+        )
+    if value.is_nested:
+        raise DTypeError(
+            f"{name} must be dense, got a nested tensor; use {name}.to_padded_tensor(0), or call "
+            "the network for each of its images"
         )
     if value.layout != torch.strided:
         raise DTypeError(f"{name} must be dense, got {value.layout}; use {name}.to_dense()")
