@@ -15,6 +15,7 @@ from ...errors import ShapeError
 from . import norms
 from . import tensor as T
 from .ends import check_call, check_tensor, tensors_in
+from .generators import replayable
 from .table import BlockTable
 from .trees import tree_flatten, tree_leaves, tree_unflatten
 
@@ -113,7 +114,7 @@ def capture(run, x, memory=None):
     with torch.cuda.device(x.device):
         with on(stream):
             run()
-            with NoSynchronization():
+            with NoSynchronization(), replayable(x.device):
                 run()
             run()
         graph = torch.cuda.CUDAGraph()

@@ -19,11 +19,12 @@ from ...core.compile_ahead import Note, compile_kernels
 from ...core.rehearsal import Rehearsal, rehearsing
 from ...core.torch_memory import capturing_stream
 from .._dispatch_state import in_transform, is_watched
+from .generators import forked
 from .graphs import NoSynchronization
 from .recordings import settings
 from .state import State
 from .table import BlockTable
-from .training_graphs import NoTensorHooks, forked, settings_of
+from .training_graphs import NoTensorHooks, settings_of
 from .trees import tree_leaves, tree_map
 
 _MOST = 256  # kinds of calls that are remembered

@@ -3,11 +3,15 @@
 import torch
 
 from .._dispatch_state import in_dispatch_mode
+from .generators import host_generators
 from .recordings import settings
 
 
+_CPU = torch.device("cpu")
+
+
 class Surroundings:
-    """PyTorch's settings and its generator of random numbers on a CPU, as a call began.
+    """PyTorch's settings and the host's generators of random numbers, as a call began.
 
     A network may change both on its way: by a region of autocast, say, or a seed. Functions that
     are run again by themselves have what their caller has.
@@ -20,13 +24,20 @@ class Surroundings:
 
     def __init__(self):
         self._settings, self._generator = _settings(), torch.get_rng_state()
+        self._others = host_generators(_CPU)
         self._draws = self._seeds = False
         self.changed_by = None
 
     def before(self):
-        """Look around ahead of a function of the call, or at its end."""
+        """Look around ahead of a function of the call."""
         self._seeds = self._seeds or not self._is_as_it_was()
         self._note_seeds()
+
+    def at_end(self):
+        """Look around at the end of the call."""
+        self.before()
+        if host_generators(_CPU) != self._others:
+            self.changed_by = self.changed_by or "random numbers of Python or NumPy"
 
     def after(self):
         """Look around behind a function of the call."""

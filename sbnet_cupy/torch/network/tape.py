@@ -191,7 +191,8 @@ class Tape:
             self._leaves = [self._placed(leaf) for leaf in leaves]
         except _Unknown as error:
             self.stop(f"the result: {error}")
-        self.begin()
+        if not self.stopped:
+            self._around.at_end()
         if self._around.changed_by is not None:
             self.stop(self._around.changed_by)
         if self.writes and any(step.shapes for step in self.steps):

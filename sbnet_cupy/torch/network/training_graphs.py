@@ -5,11 +5,8 @@ of. Activations are in memory that the next call writes.
 """
 
 import math
-import pickle
-import random
 import weakref
 
-import numpy as np
 import torch
 from torch.autograd import Function
 from torch.func import functional_call
@@ -18,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from .._dispatch_state import BACKWARD_HOOKS, HOOKS
 from . import casts
 from .ends import check_call
+from .generators import forked, generator, replayable, set_generator
 from .graphs import NoSynchronization, capturing, check_alike, likeness, new_memory, on
 from .state import State
 from .together import Together
@@ -95,28 +93,24 @@ def refuse_hooks(module, kind=State):
 
 
 def check_replayable(module, device, call):
-    """Call a module by ``call()``; raise if the replay of a graph could not do what that does."""
-    before = host_generators(device)
+    """Call a module by ``call()``; raise if the replay of a graph could not do what that does.
+
+    Returns whether it draws random numbers on the device.
+    """
     for _ in range(2):  # a first call may make what later ones keep
         buffers = [(m, *each) for m in module.modules() for each in m._buffers.items()]
-        with NoSynchronization():
+        with NoSynchronization(), replayable(device) as drawn:
             call()
         others = [(m, name, b) for m, name, b in buffers if m._buffers.get(name) is not b]
         if not others:
-            break
-    else:
-        for m, name, b in others:
-            m._buffers[name] = b
-        raise RuntimeError(
-            f"each call of the network makes another tensor its buffer {others[0][1]!r}, where "
-            "replays would read the same one again and again; write into it, as by copy_, or "
-            "call the network itself"
-        )
-    if host_generators(device) != before:
-        raise RuntimeError(
-            "the network draws random numbers on the host, which a CUDA graph would draw but "
-            "once; draw them on the device, or call the network itself"
-        )
+            return drawn.draws
+    for m, name, b in others:
+        m._buffers[name] = b
+    raise RuntimeError(
+        f"each call of the network makes another tensor its buffer {others[0][1]!r}, where "
+        "replays would read the same one again and again; write into it, as by copy_, or call the "
+        "network itself"
+    )
 
 
 class Memory:
@@ -235,10 +229,10 @@ class Graphs:
     def _check(self, leaves):
         """Call the module; raise if a replay could not do what the call does."""
         device = self.own[0].device
-        drawn = _generator(device)
         with NoTensorHooks():
-            check_replayable(self.module, device, lambda: self._call(self.own, leaves))
-        self.draws = not torch.equal(_generator(device), drawn)
+            self.draws = check_replayable(
+                self.module, device, lambda: self._call(self.own, leaves)
+            )
 
     def _capture(self, leaves):
         """Capture a call and its gradients."""
@@ -274,7 +268,7 @@ class Graphs:
             raise RuntimeError(_CHANGED.format("call graphed() again"))
         device = inputs[0].device
         with torch.cuda.device(device):
-            drawn = _generator(device) if self.draws and self.again else None
+            drawn = generator(device) if self.draws and self.again else None
             leaves = _Replay.apply(self, _Turn(inputs, drawn), *inputs, *self.parameters)
         return tree_unflatten(leaves, self.tree)
 
@@ -317,7 +311,7 @@ class Graphs:
         device = turn.inputs[0].device
         with forked(device), torch.enable_grad(), self._autocast(), self.again():
             if turn.drawn is not None:
-                _set_generator(device, turn.drawn)
+                set_generator(device, turn.drawn)
             results = self._call(turn.inputs, self.parameters, buffers)
         results = (r for r in results if r.requires_grad)
         pairs = [(r, g) for r, g in zip(results, grads, strict=True) if g is not None]
@@ -365,27 +359,3 @@ class NoTensorHooks(TorchFunctionMode):
                 "the network itself"
             )
         return func(*args, **kwargs or {})
-
-
-def host_generators(device):
-    """Return the states of the host's generators of random numbers, but that of the device."""
-    own = torch.get_rng_state() if device.type == "cuda" else torch.empty(0)
-    return pickle.dumps((random.getstate(), np.random.get_state(legacy=False))), bytes(own.numpy())
-
-
-def _generator(device):
-    """Return the state of the generator of random numbers of a device."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def _set_generator(device, state):
-    """Set the state of the generator of random numbers of a device."""
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
-
-
-def forked(device):
-    """Within this, the generators of the host and of a device draw; then they are as before."""
-    return torch.random.fork_rng([device] if device.type == "cuda" else [])

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ..network.training_graphs import forked, host_generators
+from ..network.generators import forked, generator, host_generators
 
 _DROPOUTS = (
     torch.nn.Dropout, torch.nn.Dropout1d, torch.nn.Dropout2d, torch.nn.Dropout3d,
@@ -76,8 +76,7 @@ def put_back(net, device):
 
 def _generators(device):
     """Return the states of all generators of random numbers that a network may draw from."""
-    own = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-    return host_generators(device), bytes(own.numpy())
+    return host_generators(device), bytes(generator(device).numpy())
 
 
 @contextlib.contextmanager
