@@ -7,6 +7,7 @@ import numpy as np
 
 from .block_sparse.active_blocks import ActiveBlocks, dense_blocks
 from .block_sparse.block_params import BlockParams
+from .block_sparse.from_mask import images_of_mask
 from .core.arrays import array_function, namespace
 from .core.checks import check_array
 from .core.graph_memory import memory_of_graphs
@@ -27,6 +28,7 @@ def sites_of_blocks(active, params, mask=None, image_size=None, capacity=None):
     images, *blocks = active.grid
     covered = tuple(n * b for n, b in zip(blocks, block, strict=True))
     if mask is not None:
+        mask = images_of_mask(mask)
         check_array("mask", mask, ndim=(3, 4), like=rows)
         mask = mask[..., 0] if mask.ndim == 4 and mask.shape[3] == 1 else mask
         if image_size is not None:

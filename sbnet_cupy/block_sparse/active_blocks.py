@@ -7,7 +7,7 @@ from typing import Any
 from ..core.arrays import ArrayContainer, array_function, namespace
 from ..core.sizes import kernel_pair, pair
 from ..errors import CapacityError
-from .from_mask import grid_on_mask, params_of_output
+from .from_mask import grid_on_mask, images_of_mask, params_of_output
 from .picture import describe
 
 
@@ -74,7 +74,7 @@ class ActiveBlocks(ArrayContainer):
 
         Parameters
         ----------
-        mask : array, shape (N, H, W) or (N, H, W, 1), or (H, W) for one image
+        mask : array, shape (N, H, W), (N, H, W, 1) or (N, 1, H, W), or (H, W) for one
             bool, integer or float, of the size of the convolution's image; of any library. Where
             JAX or TensorFlow traces, give the layer the mask instead.
         bsize : int or (int, int)
@@ -114,7 +114,8 @@ class ActiveBlocks(ArrayContainer):
 
         if len(getattr(mask, "shape", ())) not in (2, 3, 4):
             return reduce_mask(mask, 1, bsize=1)  # which says what a mask must be
-        image_hw = tuple(mask.shape if len(mask.shape) == 2 else mask.shape[1:3])
+        mask = images_of_mask(mask)
+        image_hw = tuple(mask.shape[1:3])
         params = params_of_output(image_hw, bsize, ksize, strides, padding)
         grid = grid_on_mask(params, kernel_pair(ksize), pair(strides, "strides"))
         return reduce_mask(mask, params.bcount, capacity=capacity, **grid)
@@ -163,7 +164,7 @@ class ActiveBlocks(ArrayContainer):
         params : BlockParams, int or (int, int)
             The layer's blocks, or the size of one in pixels of the result, without what its
             neighbours overlap.
-        mask : array, shape (N, H, W) or (N, H, W, 1), optional
+        mask : array, shape (N, H, W), (N, H, W, 1) or (N, 1, H, W), optional
             Only pixels where it is not 0 are listed. Its size is that of the images.
         image_size : (int, int), optional
             Height and width of the images; by default what the whole grid covers.

@@ -21,9 +21,15 @@ from ..errors import ShapeError
 from .block_params import BlockParams, calc_block_params
 
 
-def batch_of_one(mask):
-    """Return a mask of two dimensions as that of one image; anything else as it is."""
-    return mask[None] if getattr(mask, "ndim", None) == 2 else mask
+def images_of_mask(mask):
+    """Return a mask ``[H, W]`` or ``[N, 1, H, W]`` as ``[N, H, W]``; anything else as it is.
+
+    With one channel last ``[N, 1, H, 1]`` is that of images of one row.
+    """
+    dimensions = getattr(mask, "ndim", None)
+    if dimensions == 4 and mask.shape[1] == 1 and mask.shape[3] != 1:
+        return mask[:, 0]
+    return mask[None] if dimensions == 2 else mask
 
 
 def params_of_output(image_hw, bsize, ksize, strides, padding):

@@ -10,7 +10,7 @@ from ..block_sparse.bottleneck.weights import BottleneckWeights, check_unit
 from ..block_sparse.checks import plain_params, split_indices
 from ..block_sparse.conv.mask_conv2d import masked_convolution, resolve_mask_conv
 from ..block_sparse.conv.sparse_conv2d import goes_fused as goes_fused_conv
-from ..block_sparse.from_mask import batch_of_one, find_blocks, is_mask, takes_blocks_from
+from ..block_sparse.from_mask import find_blocks, images_of_mask, is_mask, takes_blocks_from
 from ..core.arrays import compute_dtype
 from ..core.sizes import pair
 from ..dense.conv2d import resolve_problem
@@ -206,7 +206,7 @@ def mask_conv2d(x, w, mask, strides=(1, 1), padding: Any = "SAME", *, precision=
     >>> y[0, :, :, 0].tolist()
     [[2.0, 0.0, 0.0], [0.0, 2.0, 0.0], [0.0, 0.0, 2.0]]
     """
-    mask = batch_of_one(mask)
+    mask = images_of_mask(mask)
     specs = (spec_of("x", x), spec_of("w", w), spec_of("mask", mask))
     problem = resolve_mask_conv(*specs, strides, padding, precision)
     mask = mask.reshape(*x.shape[:3], 1).astype(compute_dtype(x.dtype))

@@ -5,7 +5,7 @@ import math
 import jax
 
 from ..block_sparse.active_blocks import ActiveBlocks
-from ..block_sparse.from_mask import batch_of_one
+from ..block_sparse.from_mask import images_of_mask
 from ..block_sparse.mask.reduce_mask import REDUCE_MASK
 from ..block_sparse.mask.reduce_mask import reduce_mask as core_reduce_mask
 from ..core.sizes import pair
@@ -32,7 +32,7 @@ def reduce_mask(
 
     Parameters
     ----------
-    mask : jax.Array, shape (N, H, W) or (N, H, W, 1), or (H, W) for one image
+    mask : jax.Array, shape (N, H, W), (N, H, W, 1) or (N, 1, H, W), or (H, W) for one
     block_count, bsize, boffset, bstride, tol, avgpool
         As for :func:`sbnet_cupy.reduce_mask`.
     capacity : int
@@ -59,7 +59,7 @@ def reduce_mask(
     >>> reduce_mask(mask, (2, 3), bsize=2, capacity=2).active_block_indices.tolist()
     [[0, 1, 0], [-1, -1, -1]]
     """
-    mask = batch_of_one(mask)
+    mask = images_of_mask(mask)
     options = (block_count, bsize, boffset, bstride, tol, avgpool, capacity)
     REDUCE_MASK.infer((spec_of("mask", mask),), options)
     blocks = (mask.shape[0], *pair(block_count, "block_count", minimum=0))

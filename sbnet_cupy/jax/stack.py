@@ -15,7 +15,7 @@ import numpy as np
 import sbnet_cupy as core
 
 from ..block_sparse.active_blocks import ActiveBlocks
-from ..block_sparse.from_mask import batch_of_one
+from ..block_sparse.from_mask import images_of_mask
 from ..block_sparse.stack.block_table import BlockTable
 from ..block_sparse.stack.checks import background_number, check_stack
 from ..block_sparse.stack.interpolation import phases, resolve_resize
@@ -41,7 +41,7 @@ def block_table(
 
     Parameters
     ----------
-    mask : jax.Array, shape (N, H, W), (N, H, W, 1) or (H, W), or ActiveBlocks
+    mask : jax.Array, shape (N, H, W), (N, H, W, 1), (N, 1, H, W) or (H, W), or ActiveBlocks
     block_size, image_size, tol, avgpool
         As for :func:`sbnet_cupy.block_table`.
     capacity : int
@@ -76,7 +76,7 @@ def block_table(
     else:
         if image_size is not None:
             raise ValueError(f"image_size must be None for a mask, got {image_size!r}")
-        mask = batch_of_one(mask)
+        mask = images_of_mask(mask)
         spec = spec_of("mask", mask)
         image = spec.shape[1:3] if spec is not None and spec.ndim in (3, 4) else (1, 1)
         blocks = tuple(-(-n // b) for n, b in zip(image, block, strict=True))

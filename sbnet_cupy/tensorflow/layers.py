@@ -8,7 +8,7 @@ from ..block_sparse.bottleneck.res_block import goes_fused, what_is_uncovered
 from ..block_sparse.bottleneck.weights import BottleneckWeights, check_unit
 from ..block_sparse.checks import check_method, plain_params, split_indices
 from ..block_sparse.conv.mask_conv2d import masked_convolution, resolve_mask_conv
-from ..block_sparse.from_mask import batch_of_one, find_blocks, is_mask, takes_blocks_from
+from ..block_sparse.from_mask import find_blocks, images_of_mask, is_mask, takes_blocks_from
 from ..core.arrays import compute_dtype
 from ..core.sizes import pair
 from ..dense.conv2d import resolve_problem
@@ -200,7 +200,7 @@ def mask_conv2d(x, w, mask, strides=(1, 1), padding: Any = "SAME", *, precision=
     >>> y[0, :, :, 0].numpy().tolist()
     [[2.0, 0.0, 0.0], [0.0, 2.0, 0.0], [0.0, 0.0, 2.0]]
     """
-    x, w, mask = tensor_of("x", x), tensor_of("w", w), batch_of_one(tensor_of("mask", mask))
+    x, w, mask = tensor_of("x", x), tensor_of("w", w), images_of_mask(tensor_of("mask", mask))
     problem = resolve_mask_conv(
         _known(x), spec_of(w), _known(mask, "mask"), strides, padding, precision
     )

@@ -3,6 +3,7 @@
 import tensorflow as tf
 
 from ..block_sparse.active_blocks import ActiveBlocks
+from ..block_sparse.from_mask import images_of_mask
 from ..block_sparse.mask.reduce_mask import REDUCE_MASK
 from ..block_sparse.mask.reduce_mask import reduce_mask as core_reduce_mask
 from ..core.sizes import pair
@@ -28,7 +29,7 @@ def reduce_mask(
 
     Parameters
     ----------
-    mask : tf.Tensor, shape (N, H, W) or (N, H, W, 1), or (H, W) for one image
+    mask : tf.Tensor, shape (N, H, W), (N, H, W, 1) or (N, 1, H, W), or (H, W) for one
     block_count, bsize, boffset, bstride, tol, avgpool, capacity
         As for :func:`sbnet_cupy.reduce_mask`.
 
@@ -51,9 +52,7 @@ def reduce_mask(
     >>> reduce_mask(mask, (2, 2), bsize=2).active_block_indices.numpy().tolist()
     [[0, 1, 0]]
     """
-    mask = tensor_of("mask", mask)
-    if mask is not None and mask.shape.rank == 2:
-        mask = mask[None]
+    mask = images_of_mask(tensor_of("mask", mask))
     spec = spec_of(mask)
     if spec is None and mask is not None:
         raise ShapeError(

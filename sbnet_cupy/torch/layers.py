@@ -22,7 +22,7 @@ from ..block_sparse.bottleneck.weights import (
 from ..block_sparse.checks import arrays_of_list, plain_params
 from ..block_sparse.conv import mask_conv2d as masked_conv
 from ..block_sparse.conv import sparse_conv2d as sparse_conv
-from ..block_sparse.from_mask import batch_of_one, find_blocks, is_mask, takes_blocks_from
+from ..block_sparse.from_mask import find_blocks, images_of_mask, is_mask, takes_blocks_from
 from ..core.documentation import documented_as
 from ..dense.packed_weights import PackedWeights, arrays_of_weights
 from . import _dispatch_state as state
@@ -135,7 +135,7 @@ def mask_conv2d(x, w, mask, strides=(1, 1), padding: Any = "SAME", *, precision=
     """
     check_not_traced()
     check_tensors(x=x, w=w, mask=mask)
-    mask, (x, w) = batch_of_one(mask), autocast(x, w)
+    mask, (x, w) = images_of_mask(mask), autocast(x, w)
     specs = (spec_of(x), spec_of(w), spec_of(mask))
     problem = masked_conv.resolve_mask_conv(*specs, strides, padding, precision)
     mask = mask.reshape(*x.shape[:3], 1).to(ops.wide(x).dtype)

@@ -3,7 +3,7 @@
 import torch
 
 from ..block_sparse.active_blocks import ActiveBlocks
-from ..block_sparse.from_mask import batch_of_one
+from ..block_sparse.from_mask import images_of_mask
 from ..block_sparse.gather_scatter import sparse_gather as gathering
 from ..block_sparse.gather_scatter import sparse_scatter as scattering
 from ..block_sparse.mask import reduce_mask as listing
@@ -36,7 +36,7 @@ def reduce_mask(
     tensor([[0, 0, 0],
             [0, 1, 1]], dtype=torch.int32)
     """
-    mask = batch_of_one(mask)
+    mask = images_of_mask(mask)
     if capacity is None and isinstance(mask, torch.Tensor) and _is_mapped(mask):
         rows, columns = pair(block_count, "block_count", minimum=0)
         capacity = mask.shape[0] * rows * columns

@@ -90,7 +90,7 @@ MASKED = [
 def check_mask_conv2d(call, make, options, dtype=np.float32):
     """Assert that ``call(x, w, mask)`` of an adapter gives what the package does."""
     x, w = image({}, dtype), normal(3, 2, 3, 4, dtype=dtype)
-    for mask in (MASK > 0, MASK * normal(*MASK.shape), MASK[..., None]):
+    for mask in (MASK > 0, MASK * normal(*MASK.shape), MASK[..., None], MASK[:, None]):
         expected = sb.mask_conv2d(x.astype("f8"), w.astype("f8"), mask, **options)
         size = sb.mask_conv2d(*(np.abs(a).astype("f8") for a in (x, w)), np.abs(mask), **options)
         actual = to_numpy(call(make(x), make(w), make(mask)))

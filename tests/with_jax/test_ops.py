@@ -46,8 +46,10 @@ def test_reduce_mask(sbj, place, wrap, dtype, options, capacity):
     actual = wrap(functools.partial(listed, sbj))(place.make(mask))
     assert type(actual) is sb.ActiveBlocks and actual.grid == expected.grid
     assert actual.count() == expected.count() > 1
-    for a, e in zip(actual, expected, strict=True):
+    first = wrap(functools.partial(listed, sbj))(place.make(mask[:, None]))  # channels first
+    for a, e, f in zip(actual, expected, first, strict=True):
         same(a, e)
+        same(f, e)
 
 
 def test_reduce_mask_counts_where_shapes_may_depend_on_data(sbj, place):

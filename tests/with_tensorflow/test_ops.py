@@ -37,6 +37,9 @@ def test_reduce_mask(sbt, call_tensors, dtype, capacity):
         return active
 
     expected = sb.reduce_mask(MASK.astype(dtype), (4, 4), capacity=capacity, **grid)
+    first = call_tensors(listed)(MASK[:, None].astype(dtype))  # channels first
+    for f, e in zip(first, expected, strict=True):
+        same(f, e)
     actual = call_tensors(listed)(MASK.astype(dtype))  # out of a graph too
     assert type(actual) is sb.ActiveBlocks and actual.grid[1:] == (4, 4)
     for a, e in zip(actual, expected, strict=True):

@@ -62,8 +62,10 @@ def test_reduce_mask_equals_the_core(st, torch, device, dtype, capacity):
         active = st.reduce_mask(mask, (2, 3), capacity=capacity, **options)
         expected = sb.reduce_mask(mask, (2, 3), capacity=capacity, **options)
         assert type(active) is sb.ActiveBlocks and active.grid == (2, 2, 3)
-        for a, e in zip(active, expected, strict=True):
+        first = st.reduce_mask(mask[:, None], (2, 3), capacity=capacity, **options)
+        for a, e, f in zip(active, expected, first, strict=True):
             assert_same(a, e)
+            assert_same(f, e)
         assert active.count() == expected.count()
 
 

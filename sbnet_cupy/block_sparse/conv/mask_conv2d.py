@@ -9,7 +9,7 @@ from ...core.checks import check_array
 from ...core.spec import spec_of
 from ...dense.conv2d import conv2d, resolve_problem
 from ...errors import ShapeError
-from ..from_mask import batch_of_one
+from ..from_mask import images_of_mask
 
 
 @array_function
@@ -26,7 +26,7 @@ def mask_conv2d(x, w, mask, strides=(1, 1), padding: Any = "SAME", *, precision=
         Images; float16, bfloat16, float32 or float64.
     w : array, shape (R, S, C, K)
         Kernel, of the dtype of ``x``.
-    mask : array, shape (N, H, W) or (N, H, W, 1), or (H, W) for one image
+    mask : array, shape (N, H, W), (N, H, W, 1) or (N, 1, H, W), or (H, W) for one
         bool, integer or float. The pooled value itself is the factor: 0 or 1 for a bool mask.
     strides : int or (int, int)
         Steps between output pixels.
@@ -57,7 +57,7 @@ def mask_conv2d(x, w, mask, strides=(1, 1), padding: Any = "SAME", *, precision=
            [0., 2., 0.],
            [0., 0., 2.]])
     """
-    mask = batch_of_one(mask)
+    mask = images_of_mask(mask)
     problem = resolve_mask_conv(*map(spec_of, (x, w, mask)), strides, padding, precision)
     y = conv2d(x, w, strides=strides, padding=padding, precision=precision)
     pooled = _max_pool(mask.reshape(mask.shape[:3]).astype(compute_dtype(x.dtype)), problem)
@@ -73,8 +73,8 @@ def resolve_mask_conv(x, w, mask, strides, padding, precision):
     if mask.shape[:3] != x.shape[:3] or mask.shape[3:] not in ((), (1,)):
         n, h, width, _ = x.shape
         raise ShapeError(
-            f"mask must have shape ({n}, {h}, {width}) or ({n}, {h}, {width}, 1), the size of x, "
-            f"got {mask.shape}"
+            f"mask must have shape ({n}, {h}, {width}), ({n}, {h}, {width}, 1) or ({n}, 1, {h}, "
+            f"{width}), the size of x, got {mask.shape}"
         )
     return problem
 

@@ -23,7 +23,7 @@ from ...core.sizes import is_integer, pair
 from ...core.workspace import workspace
 from ...errors import ShapeError
 from ..active_blocks import ActiveBlocks
-from ..from_mask import batch_of_one
+from ..from_mask import images_of_mask
 from ..grid import resolve_grid
 from .config import configure_mask, shared_memory
 from .listing import prepare_listing, write_rows
@@ -51,7 +51,7 @@ def reduce_mask(
 
     Parameters
     ----------
-    mask : array, shape (N, H, W) or (N, H, W, 1), or (H, W) for one image
+    mask : array, shape (N, H, W), (N, H, W, 1) or (N, 1, H, W), or (H, W) for one
         bool, any integer, float16, bfloat16, float32 or float64. C-contiguous; a NumPy array that
         is not is copied.
     block_count : int or (int, int)
@@ -98,7 +98,7 @@ def reduce_mask(
     array([[0, 1, 0]], dtype=int32)
     """
     options = (block_count, bsize, boffset, bstride, tol, avgpool, capacity)
-    mask = batch_of_one(mask)
+    mask = images_of_mask(mask)
     plan = REDUCE_MASK.plan_for((mask,), options)
     return ActiveBlocks(*plan.run(mask), plan.blocks)
 
@@ -167,8 +167,10 @@ def _check(mask, block_count, capacity):
     """Check the mask and the sizes; return the grid of blocks (N, h, w)."""
     check_array("mask", mask, ndim=(3, 4), kinds="biuf")
     if mask.ndim == 4 and mask.shape[3] != 1:
-        hint = "; pass mask[:, 0]" if mask.shape[1] == 1 else ""
-        raise ShapeError(f"mask must have shape (N, H, W) or (N, H, W, 1), got {mask.shape}{hint}")
+        raise ShapeError(
+            "mask must have shape (N, H, W), (N, H, W, 1) or (N, 1, H, W), or (H, W) for one "
+            f"image, got {mask.shape}; make one channel of several, such as mask.any(-1)"
+        )
     check_contiguous("mask", mask)
     if max(mask.shape) >= 2**30:
         raise ShapeError(f"mask must be under 2**30 along each axis, got {mask.shape}")

@@ -16,7 +16,8 @@ from ...core.sizes import is_integer, pair
 from ...errors import CapacityError, DTypeError, ShapeError
 from ..active_blocks import ActiveBlocks
 from ..checks import check_indices
-from ..mask.reduce_mask import batch_of_one, plan_mask_table, reduce_mask
+from ..from_mask import images_of_mask
+from ..mask.reduce_mask import plan_mask_table, reduce_mask
 from .stages import (
     Stage,
     check_covered,
@@ -194,7 +195,7 @@ def block_table(
 
     Parameters
     ----------
-    mask : array, shape (N, H, W), (N, H, W, 1) or (H, W), or ActiveBlocks
+    mask : array, shape (N, H, W), (N, H, W, 1), (N, 1, H, W) or (H, W), or ActiveBlocks
         bool, any integer or a float; (H, W) is one image. Or blocks that are known already, in a
         grid with no gaps.
     block_size : int or (int, int)
@@ -244,6 +245,7 @@ def block_table(
     else:
         if image_size is not None:
             raise ValueError(f"image_size must be None for a mask, got {image_size!r}")
+        mask = images_of_mask(mask)
         image, blocks = _image_of(mask, block)
         pool = {"tol": tol, "avgpool": avgpool, "capacity": capacity}
         listed = list_blocks(mask, block, **pool)
@@ -259,7 +261,7 @@ def list_blocks(mask, block, tol=0.0, avgpool=False, capacity=None):
     """Return the count, the list and the grid of a mask by one kernel; None where there is none."""
     if not is_cupy(mask):
         return None
-    mask = batch_of_one(mask)
+    mask = images_of_mask(mask)
     options = (_image_of(mask, block)[1], block, (0, 0), None, tol, avgpool, capacity)
     plan = MASK_TABLE.plan_for((mask,), options)
     return None if plan.launch is None else plan.run(mask)
@@ -280,7 +282,7 @@ def _known(active, tol, avgpool, capacity):
 def _image_of(mask, block):
     """Return the size of the mask's images, and the number of blocks that cover it."""
     shape = tuple(getattr(mask, "shape", ()))
-    image = shape[-2:] if len(shape) in (2, 3) else shape[1:3]
+    image = shape[1:3]
     image = image if len(image) == 2 else (1, 1)  # which reduce_mask refuses
     return image, tuple(-(-n // b) for n, b in zip(image, block, strict=True))
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sbnet_cupy import ActiveBlocks, CapacityError, ShapeError, reduce_mask
+from sbnet_cupy import ActiveBlocks, CapacityError, ShapeError, block_table, reduce_mask
 from sbnet_cupy.block_sparse.mask import listing
 from sbnet_cupy.core.operator import clear_plans
 from support import oracles, strategies
@@ -182,6 +182,29 @@ def test_capacity_only_cuts_or_fills(xp, data, grid, capacity):
     assert (kept[:count] == rows[:capacity]).all() and (kept[count:] == -1).all()
     assert_same(sized.bin_counts, exact.bin_counts)  # the true count, overflow or not
     assert bool(sized.overflowed) == (count > capacity)
+
+
+def test_a_channel_may_come_first_as_it_may_come_last(xp):
+    mask = xp.asarray(np.random.default_rng(1).random((2, 10, 12)) < 0.03)
+    first = mask[:, None]
+    options = {"block_count": (4, 4), "bsize": 3}
+    active = reduce_mask(mask, **options)
+    assert 0 < active.count() < 32
+    for other in (first, mask[..., None]):
+        assert_same(reduce_mask(other, **options).active_block_indices, active.active_block_indices)
+        listed = ActiveBlocks.from_mask(other, bsize=3, ksize=3)
+        assert listed.grid == active.grid
+        assert_same(listed.active_block_indices, active.active_block_indices)
+        table = block_table(other, 3)
+        assert table.image_size == (10, 12)
+        assert_same(table.active_block_indices, active.active_block_indices)
+        assert_same(active.sites(3, other).indices, active.sites(3, mask).indices)
+    low, high = xp.asarray(np.ones((2, 1, 7), bool)), xp.asarray(np.ones((2, 7, 1), bool))
+    for one_row in (low[:, None], low[..., None]):
+        assert reduce_mask(one_row, (1, 4), bsize=2).count() == 8
+    assert reduce_mask(high[:, None], (1, 4), bsize=2).count() == 8  # images of one row, not column
+    with pytest.raises(ShapeError, match=r"mask must .* or \(N, 1, H, W\), .*make one channel"):
+        reduce_mask(xp.asarray(np.ones((2, 3, 4, 5), bool)), 2, bsize=2)
 
 
 @pytest.mark.parametrize("bsize", [3, (3, 3), [3, 3], [1, 3, 3, 1]], ids=str)
