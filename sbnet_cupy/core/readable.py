@@ -36,4 +36,28 @@ def dtype_name(array):
 def shape_of(array):
     """Return the shape of an array as a text, or the name of its type where it has none."""
     shape = getattr(array, "shape", None)
+    if isinstance(shape, tuple):  # torch.Size is one
+        return str(tuple(shape))
     return type(array).__name__ if shape is None else str(shape)
+
+
+def is_on_host(array):
+    """Whether an array's contents can be read now, and without waiting for a device."""
+    return can_be_read(array) and place_of(array) == "cpu"
+
+
+def place_of(array):
+    """Return the device of an array as a text; "" of what is none, or is nowhere."""
+    library = library_of(array)
+    if library is None or (library.name == "jax" and not can_be_read(array)):
+        return ""
+    place = library.place(array)
+    return f"cuda:{place}" if library.name == "cupy" else str(place)
+
+
+def describe_array(array):
+    """Return the dtype, shape and device of an array as a text; nothing of it is read."""
+    if library_of(array) is None:
+        return shape_of(array)
+    place = place_of(array)
+    return f"{dtype_name(array)} {shape_of(array)}" + (f" on {place}" if place else "")

@@ -9,6 +9,7 @@ import numpy as np
 from ..core.arrays import array_function, compute_dtype, is_float
 from ..core.checks import check_array
 from ..core.packed import Packed
+from ..core.readable import describe_array
 from ..core.spec import spec_of
 from ..errors import DTypeError, ShapeError
 from .conv2d import check_choice, check_per_channel, check_precision
@@ -46,8 +47,8 @@ class PackedWeights(Packed):
     Examples
     --------
     >>> weights = PackedWeights(np.ones((3, 3, 2, 4), np.float32), bias=np.ones(4, np.float32))
-    >>> weights.w.shape, weights.scale is None
-    ((3, 3, 2, 4), True)
+    >>> weights
+    PackedWeights: float32 (3, 3, 2, 4) on cpu, HWIO, precision None, with bias
     """
 
     def __init__(self, w, *, scale=None, bias=None, w_format="HWIO", precision=None):
@@ -55,6 +56,14 @@ class PackedWeights(Packed):
         _check_arrays(w, scale, bias, w_format, precision)
         self.w, self.scale, self.bias = w, scale, bias
         self.w_format, self.precision = w_format, precision
+
+    def __repr__(self):
+        """Tell the array, the layout and what comes after the convolution; nothing is read."""
+        after = [name for name in ("scale", "bias") if getattr(self, name) is not None]
+        return (
+            f"PackedWeights: {describe_array(self.w)}, {self.w_format}, precision "
+            f"{self.precision}" + (f", with {' and '.join(after)}" if after else "")
+        )
 
     @functools.cached_property
     def kernel_size(self):

@@ -11,6 +11,7 @@ from ...core.arrays import ArrayContainer, array_function, compute_dtype, is_flo
 from ...core.byte_order import check_byte_orders
 from ...core.checks import check_array, check_contiguous
 from ...core.packed import Packed
+from ...core.readable import describe_array, shape_of
 from ...core.scalars import generator_of
 from ...core.sizes import is_integer
 from ...core.spec import spec_of
@@ -21,7 +22,7 @@ _TABLES = ("scale1", "shift1", "scale2", "shift2", "scale3", "shift3")
 WEIGHTS = ("w1", "w2", "w3", *_TABLES)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class BottleneckWeights(ArrayContainer):
     """Weights of a residual unit, its batch norms folded to one scale and shift per channel.
 
@@ -39,6 +40,8 @@ class BottleneckWeights(ArrayContainer):
     Examples
     --------
     >>> weights = BottleneckWeights.random(32, 8)
+    >>> weights
+    BottleneckWeights: w1 float32 (1, 1, 32, 8) on cpu, w2 (3, 3, 8, 8), w3 (1, 1, 8, 32)
     >>> weights.w2.shape, weights.scale1.shape
     ((3, 3, 8, 8), (32,))
     """
@@ -52,6 +55,15 @@ class BottleneckWeights(ArrayContainer):
     shift2: Any
     scale3: Any
     shift3: Any
+
+    def __repr__(self):
+        """Tell the kernels; nothing is read."""
+        return f"BottleneckWeights: {self._described()}"
+
+    def _described(self):
+        """Return the kernels in words."""
+        w2, w3 = shape_of(self.w2), shape_of(self.w3)
+        return f"w1 {describe_array(self.w1)}, w2 {w2}, w3 {w3}"
 
     def _arrays(self):
         return (
@@ -147,6 +159,10 @@ class PackedBottleneck(Packed):
         if not isinstance(weights, BottleneckWeights):
             raise TypeError(f"weights must be a BottleneckWeights, got {type(weights).__name__}")
         self.weights, self.precision = weights, precision
+
+    def __repr__(self):
+        """Tell the kernels and the precision; nothing is read."""
+        return f"PackedBottleneck: {self.weights._described()}, precision {self.precision}"
 
     def _given(self):
         return self.weights._arrays()

@@ -12,6 +12,7 @@ from ...core.arrays import ArrayContainer, array_function, device_of_all, empty,
 from ...core.checks import check_contiguous, check_flag
 from ...core.device import sm_count
 from ...core.operator import Operator, Plan
+from ...core.readable import is_on_host, place_of, shape_of
 from ...core.sizes import is_integer, pair
 from ...errors import CapacityError, DTypeError, ShapeError
 from ..active_blocks import ActiveBlocks
@@ -28,7 +29,7 @@ from .stages import (
 )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class BlockTable(ArrayContainer):
     """The active blocks of a network's stage, with the way from a block to its neighbours.
 
@@ -61,6 +62,8 @@ class BlockTable(ArrayContainer):
     --------
     >>> import numpy as np
     >>> table = block_table(np.eye(5)[None], block_size=2)
+    >>> table
+    BlockTable: 3 blocks, grid (1, 3, 3), block_size (2, 2), image_size (5, 5), capacity 3, on cpu
     >>> table.active_block_indices.tolist()
     [[0, 0, 0], [0, 1, 1], [0, 2, 2]]
     >>> table.grid[0]
@@ -95,6 +98,16 @@ class BlockTable(ArrayContainer):
                     "use block_table"
                 )
         check_covered(Stage(self.block_size, self.image_size), self.grid.shape[1:], "image_size")
+
+    def __repr__(self):
+        """Tell the sizes, and the number of active blocks where it is known without waiting."""
+        known = is_on_host(self.bin_counts) and tuple(self.bin_counts.shape) == (1,)
+        place = place_of(self.grid)
+        return (
+            f"BlockTable: {f'{self.count()} blocks, ' if known else ''}grid {shape_of(self.grid)}, "
+            f"block_size {self.block_size}, image_size {self.image_size}, capacity {self.capacity}"
+            + (f", on {place}" if place else "")
+        )
 
     def _arrays(self):
         return (self.bin_counts, self.active_block_indices, self.grid)
