@@ -22,7 +22,7 @@ from ..errors import ShapeError
 from ..submanifold import coordinate_map as sites
 from ..submanifold import sparse_tensor as sparse_tensors
 from ..submanifold.adapted import ADAPTED
-from ..submanifold.coordinate_map import CoordinateMap
+from ..submanifold.coordinate_map import CoordinateMap, check_selection
 from ..submanifold.dense_conversion import check_grid_array, grid_of, read_fill, read_tol
 from ..submanifold.distinct import DUPLICATE, LEFT_OUT, OUTSIDE
 from ..submanifold.kernel_map import KernelMap, check_made
@@ -166,7 +166,7 @@ def reduce_columns(columns, there, grid, mode, order, capacity, drops=False):
 
 def _select(coordinates, mask, capacity):
     """See :meth:`CoordinateMap.select`; inside ``jit``, too."""
-    check_array("mask", spec_of("mask", mask), shape=(coordinates.capacity,))
+    check_selection(spec_of("mask", mask), coordinates.capacity)
     check_capacity(capacity)
     capacity = coordinates.capacity if capacity is None else int(capacity)
     rows, count = set_cells((mask != 0) & valid_rows(coordinates), capacity)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.arrays import array_function, namespace
+from ..core.arrays import array_function, dtype_kind, namespace
 from ..core.checks import check_array
 from ..core.graph_memory import capture_of, memory_of_graphs
 from ..core.list_cells import list_cells
@@ -223,7 +223,8 @@ class CoordinateMap(KeepingContainer):
         Parameters
         ----------
         mask : array, shape (N,)
-            bool or number, one for each row; rows that hold no site are never selected.
+            bool, or float, set where it is not 0; one for each row. Rows that hold no site are
+            never selected. Integers, which may be numbers of rows, are refused.
         capacity : int, optional
             Number of rows of the result. With it nothing waits for a GPU. By default as many as are
             selected; in JAX, which must know shapes, as many as these sites have.
@@ -234,6 +235,11 @@ class CoordinateMap(KeepingContainer):
             The selected sites.
         rows : int32 array, shape (M,)
             The row of each among these sites, -1 past the count: ``features[rows]`` are theirs.
+
+        Raises
+        ------
+        ShapeError, DTypeError
+            If the mask is not one bool or float for each row.
 
         Examples
         --------
@@ -474,7 +480,7 @@ def _grid_of(spatial_shape, batch_size):
 @array_function
 def select_sites(coordinates, mask, capacity):
     """See :meth:`CoordinateMap.select`."""
-    check_array("mask", mask, shape=(coordinates.capacity,), like=coordinates.indices)
+    check_selection(mask, coordinates.capacity, coordinates.indices)
     check_capacity(capacity)
     xp, grid = namespace(mask), (coordinates.spatial_shape, coordinates.batch_size)
     with memory_of_graphs(mask):
@@ -484,3 +490,15 @@ def select_sites(coordinates, mask, capacity):
             indices = xp.where((rows >= 0)[:, None], coordinates.indices[rows], indices)
         made = CoordinateMap(indices, count, *grid, coordinates.status)
         return note_source(made, coordinates), rows.astype(np.int32)
+
+
+def check_selection(mask, rows, like=None):
+    """Raise unless ``mask``, or its spec, is a mask of so many rows; integers may be indices."""
+    check_array("mask", mask, like=like)
+    if dtype_kind(mask.dtype) in "iu":
+        raise DTypeError(
+            f"mask must be bool or float, one for each of {rows} rows, got {mask.dtype} of shape "
+            f"{tuple(mask.shape)}, which may be indices of rows; pass mask != 0 for a mask, and of "
+            f"indices make one: mask = zeros({rows}, bool), then mask[indices] = True"
+        )
+    check_array("mask", mask, shape=(rows,), kinds="bf")

@@ -171,6 +171,12 @@ def test_select_says_what_is_wrong(xp):
         sites.select([True, False])
     with pytest.raises(sb.ShapeError, match="capacity"):
         sites.select(xp.asarray(np.ones(2, bool)), capacity=-1)
+    for rows in ([1, 0], [0]):  # which take the second row first, or the first row alone
+        for dtype in (np.int64, np.int32, np.uint8):
+            with pytest.raises(sb.DTypeError, match=r"indices of rows; .* zeros\(2, bool\)"):
+                sites.select(xp.asarray(np.array(rows, dtype)))
+    with pytest.raises(sb.DTypeError, match="mask must have a bool or float dtype"):
+        sites.select(xp.asarray(np.ones(2, np.complex64)))
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])

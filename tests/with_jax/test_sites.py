@@ -234,6 +234,8 @@ def test_selected_sites(sbj, place, jax, capacity):
         assert_close(to_numpy(y.features)[:n], whole, terms=81, dtype="f4", magnitude=size)
     with pytest.raises(sb.ShapeError, match="mask must have shape"):
         x.coordinates.select(place.make(chosen[1:]))
+    with pytest.raises(sb.DTypeError, match="may be indices of rows; pass mask != 0"):
+        select(x.coordinates, place.make(chosen.astype(np.int32)))
 
 
 def test_numbers_that_are_none(sbj, place, jax):

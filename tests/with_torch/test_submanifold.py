@@ -280,6 +280,8 @@ def test_selected_sites(torch, st, device, capacity):
     assert_close(torch, found, st.submanifold_conv(alone, w).features[order])
     with pytest.raises(sb.ShapeError, match="mask must have shape"):
         x.coordinates.select(mask[1:])
+    with pytest.raises(sb.DTypeError, match="may be indices of rows; pass mask != 0"):
+        x.coordinates.select(mask.int())
     with pytest.raises(sb.DeviceError, match="all arrays must belong to one library"):
         x.coordinates.select(mask.cpu().numpy())
 

@@ -382,7 +382,7 @@ def _select(coordinates, mask, capacity):
     if not isinstance(mask, torch.Tensor):
         return core.select_sites(coordinates, mask, capacity)
     spec = spec_of_tensor(coordinates.indices)
-    check_array("mask", spec_of_tensor(mask), shape=(coordinates.capacity,), like=spec)
+    core.check_selection(spec_of_tensor(mask), coordinates.capacity, spec)
     sites = native(coordinates)
     made, rows = find_beside(
         lambda: core.select_sites(sites, *views(mask), capacity), mask, coordinates.indices
