@@ -11,6 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from sbnet_cupy import DTypeError, ShapeError  # noqa: E402  (needs PyTorch)
 from support import networks  # noqa: E402  (needs PyTorch)
 from support.networks import assert_near  # noqa: E402
 from support.torch_autograd import Double, assert_near_steps, train_step  # noqa: E402
@@ -171,6 +172,27 @@ def test_what_has_no_meaning_is_refused_by_name(st, name):
     instead = ".* use register_hook or torch.autograd.grad" if name == "retain_grad" else ""
     with pytest.raises(NotImplementedError, match=name + instead):
         sparse(image(channels=3).float(), torch.ones(2, *SIZE))
+
+
+@pytest.mark.parametrize("share", [0, 1], ids=["stack", "images"])
+@pytest.mark.parametrize("trained", [False, True], ids=["evaluated", "trained"])
+def test_an_image_that_the_network_does_not_take_is_named(st, trained, share):
+    layers = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 1)
+    sparse = st.sparsify(nn.Sequential(*layers).train(trained), BLOCK)
+    mask = torch.full((2, *SIZE), share)
+    mask[:, :9, :9] = 1
+    takes = "x must have the dtype of the network's weights, torch.float32, .*got torch.float64; "
+    with torch.set_grad_enabled(trained):
+        with pytest.raises(DTypeError, match=rf"{takes}use x.to\(torch.float32\)"):
+            sparse(image(), mask)
+        with pytest.raises(ShapeError, match=r"x must have shape \(N, 3, H, W\), .*got \(2, 5, "):
+            sparse(image(channels=5).float(), mask)
+        with pytest.raises(ShapeError, match=r"the size of x, got .* use x.permute\(0, 3, 1, 2\)"):
+            sparse(image().float().permute(0, 2, 3, 1), mask)
+        assert sparse(image().float(), mask).shape == (2, 4, *SIZE)
+    failing = st.sparsify(Run(lambda x: x.reshape(7, -1)), BLOCK)
+    with pytest.raises(RuntimeError, match="shape"):  # another error stays what it is
+        failing(image().float(), mask)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated")

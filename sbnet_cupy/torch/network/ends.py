@@ -235,11 +235,19 @@ def check_call(x, mask):
     if tuple(mask.shape) not in ((n, h, w), (n, 1, h, w)):
         raise ShapeError(
             f"mask must have shape ({n}, {h}, {w}) or ({n}, 1, {h}, {w}), the size of x, got "
-            f"{tuple(mask.shape)}"
+            f"{tuple(mask.shape)}{_hint(x, mask)}"
         )
     if mask.device != x.device:
         raise DeviceError(f"mask must be on the device of x, {x.device}, got {mask.device}")
     return as_bool("mask", mask).reshape(n, h, w)
+
+
+def _hint(x, mask):
+    """Return what an error adds where channels of x are last, or a mask has no batch."""
+    size = tuple(mask.shape[1:] if mask.dim() == 3 else mask.shape[2:])
+    if size and size == tuple(x.shape[1:3]):
+        return "; x is (N, C, H, W): use x.permute(0, 3, 1, 2) where its channels are last"
+    return "; use mask[None]" if (1, *mask.shape) == (len(x), *x.shape[2:]) else ""
 
 
 def as_bool(name, mask):

@@ -17,6 +17,7 @@ from .ends import check_call, check_device, finished_tree, warn_left_out
 from .entry import Entry, gathered
 from .image_values import flush, plainly
 from .joins import JoiningCall, Joins, joining
+from .misfits import misfit
 from .options import CHECKS, check_outside
 from .order import order_of
 from .piles import as_images
@@ -201,6 +202,11 @@ class SparseModel(Report, nn.Module):
         try:
             y = self._result(table, x, args, kwargs)
             return finished_tree(y, outside, table, self.model)
+        except RuntimeError as error:
+            found = misfit(self.model, x, error)
+            if found is None:
+                raise
+            raise found from error
         finally:
             table.order = None  # what the network keeps may be used when no graph is captured
 
