@@ -69,6 +69,22 @@ def _library_and_place(spec):
     return f"cupy on cuda:{spec.device}" if spec.on_gpu else "numpy on cpu"
 
 
+def hint_of_order(shape, channels, wanted, others):
+    """Return what an error about weights adds where their axes may be in another order.
+
+    ``channels`` are those that they must have; ``wanted`` is an order as a letter for each axis, I
+    of which is that of the channels; ``others`` has a name for each other order.
+    """
+    for name, order in others.items():
+        if len(order) == len(shape) and shape[order.index("I")] == channels and order != wanted:
+            axes = tuple(map(order.index, wanted))
+            return f"; it fits if its axes are {name}: use transpose{axes} (permute in PyTorch)"
+    return ""
+
+
+PYTORCH_ORDERS = {"OIHW, as in PyTorch": "OIHW", "HWIO": "HWIO"}
+
+
 def check_contiguous(name, spec):
     """Raise unless an array is C-contiguous."""
     spec = spec_of(spec)

@@ -7,7 +7,15 @@ import numpy as np
 
 from ..core.arrays import array_function, empty, is_float
 from ..core.byte_order import check_byte_orders
-from ..core.checks import check_array, check_contiguous, check_result, check_written, choice
+from ..core.checks import (
+    PYTORCH_ORDERS,
+    check_array,
+    check_contiguous,
+    check_result,
+    check_written,
+    choice,
+    hint_of_order,
+)
 from ..core.operator import Operator, Plan
 from ..core.sizes import output_size, padding_pairs, pair
 from ..errors import DTypeError, ShapeError
@@ -187,8 +195,8 @@ def resolve_problem(x, w, strides, padding, activation, data_format, w_format, p
         wanted = ", ".join({"I": str(channels), "O": "K", "H": "R", "W": "S"}[i] for i in w_format)
         raise ShapeError(
             f"w must have shape ({wanted}), for x of {channels} channels, with R, S and K at least "
-            f"1, got {w.shape}; w_format is {w_format!r} here (PyTorch's weights are 'OIHW') and "
-            f"data_format {data_format!r}"
+            f"1, got {w.shape}; w_format is {w_format!r} here and data_format {data_format!r}"
+            + hint_of_order(w.shape, channels, w_format, PYTORCH_ORDERS)
         )
     strides = pair(strides, "strides")
     pads = padding_pairs((h, width), (r, s), strides, padding)

@@ -292,7 +292,8 @@ def check_made(is_known, kernel_size, others=()):
     if not is_known and others:
         raise ShapeError(
             "w must have the kernel size of the convolution or pooling that made the sites of x, "
-            f"{choice(others)}, got {kernel_size}"
+            f"{choice(others)}, got {kernel_size}; its axes are (*kernel_size, C, K) here, and "
+            "(K, C, *kernel_size) in PyTorch"
         )
     if not is_known and kernel_size is None:
         raise ValueError(

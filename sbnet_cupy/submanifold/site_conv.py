@@ -15,7 +15,13 @@ from ..core.arrays import (
     is_float,
     namespace,
 )
-from ..core.checks import check_array, check_contiguous, check_result, check_written
+from ..core.checks import (
+    check_array,
+    check_contiguous,
+    check_result,
+    check_written,
+    hint_of_order,
+)
 from ..core.graph_memory import memory_of_graphs
 from ..core.half_floats import widen
 from ..core.operator import Operator, Plan
@@ -194,10 +200,20 @@ def resolve_site_conv(features, w, rows, kernel_size, sites, groups, activation,
     if tuple(kernel) not in kernels or c * groups != channels or k < 1 or k % groups:
         raise ShapeError(
             f"w must have shape ({', '.join(map(str, kernel_size))}, {channels // groups}, K), K a "
-            f"positive multiple of groups, {groups}, got {w.shape}; move the first two axes "
-            "of a weight (K, C, *kernel_size) to the end"
+            f"positive multiple of groups, {groups}, got {w.shape}"
+            + _hint_of_order(w.shape, channels // groups)
         )
     return SiteConv(taps, groups, channels, k, activation, precision == "tf32")
+
+
+def _hint_of_order(shape, channels):
+    """Return what the error adds where weights may have the order of another library."""
+    axes = "".join(map(chr, range(ord("a"), ord("a") + len(shape) - 2)))
+    others = {
+        "(K, C, *kernel_size), as in PyTorch": f"OI{axes}",
+        "(K, *kernel_size, C), as in spconv": f"O{axes}I",
+    }
+    return hint_of_order(shape, channels, f"{axes}IO", others)
 
 
 def _resolve(specs, options):

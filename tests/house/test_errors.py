@@ -1,5 +1,6 @@
 """Every public function refuses bad input: the exception, the argument's name, nothing modified."""
 
+import itertools
 import re
 
 import numpy as np
@@ -114,8 +115,8 @@ WINDOW = sbnet_cupy.kernel_map(POINTS, 3, onto=POINTS)
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: sbnet_cupy.conv2d(X, np.ones((5, 3, 2, 2), np.float32)), ShapeError,
-         "PyTorch's weights are 'OIHW'"),
+        (lambda: sbnet_cupy.reduce_mask(np.ones((2, 8, 8, 3)), (2, 2), bsize=4), ShapeError,
+         r"or \(N, 1, H, W\), .* got \(2, 8, 8, 3\); make one channel of several"),
         (lambda: sbnet_cupy.sparse_conv2d(X.astype(int), X.astype(int), X[..., 0], bsize=4),
          DTypeError, "^x must be float16"),
         (lambda: sbnet_cupy.reduce_mask(X[..., 0] * 1j, (2, 2), bsize=4), DTypeError,
@@ -124,10 +125,6 @@ WINDOW = sbnet_cupy.kernel_map(POINTS, 3, onto=POINTS)
          r"\(4, 4, 4, C\), .* got \(1, 8, 8, 3\); pass the table of its own stage"),
         (lambda: sbnet_cupy.site_conv(POINTS, ramp(9, 2, 4), WINDOW), DTypeError,
          "got SparseTensor; pass its .features"),
-        (lambda: sbnet_cupy.submanifold_conv(POINTS, ramp(4, 2, 3, 3)), ShapeError,
-         r"move the first two axes of a weight \(K, C, \*kernel_size\) to the end"),
-        (lambda: sbnet_cupy.block_table(np.ones((2, 1, 8, 8)), 4), ShapeError,
-         r"got \(2, 1, 8, 8\); pass mask\[:, 0\]"),
         (lambda: sbnet_cupy.global_pool(POINTS, "avg"), ValueError,
          "reduce must be 'max', 'mean' or 'sum', got 'avg'"),
     ],
@@ -141,6 +138,60 @@ def test_a_message_says_what_to_do(call, error, message):
     assert str(error.value) == (
         "active_block_indices must have shape (M, 3), got (7, 2); build it with reduce_mask"
     )
+
+
+CONVOLUTIONS = {
+    "conv2d": lambda w: sbnet_cupy.conv2d(X, w),
+    "conv2d_grad": lambda w: sbnet_cupy.conv2d_grad(X, X, w),
+    "mask_conv2d": lambda w: sbnet_cupy.mask_conv2d(X, w, X[..., 0]),
+    "sparse_conv2d": lambda w: sbnet_cupy.sparse_conv2d(X, w, X[..., 0], bsize=4),
+    "fused_conv": lambda w: sbnet_cupy.fused_conv(X, w, [1], np.zeros((1, 3), "i4"), bsize=6),
+    "stack_conv2d": lambda w: sbnet_cupy.stack_conv2d(
+        np.ones((4, 4, 4, 3), np.float32), w, sbnet_cupy.block_table(X[..., 0], 4)
+    ),
+    "submanifold_conv": lambda w: sbnet_cupy.submanifold_conv(SITES, w),
+    "strided_conv": lambda w: sbnet_cupy.strided_conv(SITES, w, stride=2),
+    "transposed_conv": lambda w: sbnet_cupy.transposed_conv(SITES, w, stride=2),
+    "site_conv": lambda w: sbnet_cupy.site_conv(
+        SITES.features, w, sbnet_cupy.kernel_map(SITES, 2)
+    ),
+}  # fmt: skip
+SITES = sbnet_cupy.sparse_tensor(ramp(4, 3), np.eye(4, 3, -1, dtype=np.int32), spatial_shape=4)
+
+
+PACKED = ["sparse_conv2d", "fused_conv", "stack_conv2d", "submanifold_conv", "site_conv"]
+
+
+@pytest.mark.parametrize(
+    ("name", "wrap"),
+    [*itertools.product(CONVOLUTIONS, [np.asarray]),
+     *itertools.product(PACKED, [sbnet_cupy.PackedWeights])],
+)  # fmt: skip
+def test_weights_in_the_order_of_pytorch_are_told(name, wrap):
+    """Where they fit once their axes are as the error says."""
+    convolve, w = CONVOLUTIONS[name], np.ones((5, 3, 2, 2), np.float32)
+    axes = r"as in PyTorch: use transpose\(2, 3, 1, 0\)"
+    with pytest.raises(ShapeError, match=rf"w must have shape .* got \(5, 3, 2, 2\).*{axes}"):
+        convolve(wrap(w))
+
+
+def test_weights_in_other_orders_are_told():
+    made = sbnet_cupy.strided_conv(SITES, np.ones((2, 2, 3, 3), np.float32), stride=2)
+    with pytest.raises(ShapeError, match=r"\(2, 2\), got \(5, 3\); .* and \(K, C, \*kernel_size\)"):
+        sbnet_cupy.inverse_conv(made, np.ones((5, 3, 2, 2), np.float32), onto=SITES)
+    w = np.ones((4, 2, 2, 3), np.float32)
+    with pytest.raises(ShapeError, match=r"as in spconv: use transpose\(1, 2, 3, 0\)"):
+        sbnet_cupy.submanifold_conv(SITES, w)
+    sbnet_cupy.submanifold_conv(SITES, w.transpose(1, 2, 3, 0))
+    with pytest.raises(ShapeError, match=r"if its axes are HWIO: use transpose\(3, 2, 0, 1\)"):
+        sbnet_cupy.conv2d(X, np.ones((2, 2, 3, 4), np.float32), w_format="OIHW")
+    with pytest.raises(ShapeError) as error:  # in no order
+        sbnet_cupy.conv2d(X, np.ones((5, 5, 5, 5), np.float32))
+    assert "transpose" not in str(error.value)
+    weights = sbnet_cupy.BottleneckWeights.random(3, 2)
+    turned = weights._map_arrays(lambda w: w.transpose(3, 2, 0, 1).copy() if w.ndim == 4 else w)
+    with pytest.raises(ShapeError, match=r"weights.w1 must .* as in PyTorch: use transpose\(2, 3,"):
+        sbnet_cupy.sparse_res_block_bottleneck(X, turned, X[..., 0], bsize=4)
 
 
 @pytest.mark.parametrize("mask", [None, "corner.png", np.ma.masked_array(np.eye(8)), {1, 2}])

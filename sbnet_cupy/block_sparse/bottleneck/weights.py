@@ -9,7 +9,7 @@ import numpy as np
 from ...core import libraries
 from ...core.arrays import ArrayContainer, array_function, compute_dtype, is_float, namespace
 from ...core.byte_order import check_byte_orders
-from ...core.checks import check_array, check_contiguous
+from ...core.checks import PYTORCH_ORDERS, check_array, check_contiguous, hint_of_order
 from ...core.packed import Packed
 from ...core.readable import describe_array, shape_of
 from ...core.scalars import generator_of
@@ -271,6 +271,7 @@ def _check_kernel(name, kernel, shape, x):
     if kernel.shape != shape:
         raise ShapeError(
             f"{name} must have shape {shape}, for x of {x.shape[3]} channels, got {kernel.shape}"
+            + hint_of_order(kernel.shape, shape[2], "HWIO", PYTORCH_ORDERS)
         )
     if kernel.dtype != x.dtype:
         check_byte_orders({"x": x, name: kernel})

@@ -5,7 +5,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...core.arrays import array_function, empty, namespace
-from ...core.checks import check_array, check_flag, check_result, check_written
+from ...core.checks import (
+    PYTORCH_ORDERS,
+    check_array,
+    check_flag,
+    check_result,
+    check_written,
+    hint_of_order,
+)
 from ...core.operator import Operator, Plan
 from ...core.sizes import is_integer, pair
 from ...dense.activation import check_activation
@@ -212,6 +219,7 @@ def resolve_stack_conv(
         raise ShapeError(
             f"w must have shape {wanted} in {w_format} order, K a multiple of groups, for x of "
             f"{channels} channels in {groups} groups, got {w.shape}"
+            + hint_of_order(w.shape, channels // groups, w_format, PYTORCH_ORDERS)
         )
     if transposed:
         window = resolve_transposed(table, (r, s), strides, padding, dilation, output_padding)
