@@ -115,13 +115,23 @@ def _params_of(calculate, size, block_size, kernel, strides, *more):
     return calculate(size, block, *more)
 
 
-def check_nchw(x, channels):
-    """Raise unless x is an image of the module's channels."""
+def check_nchw(conv, x):
+    """Raise unless x is an image for a first convolution: of its channels, in its dtype."""
+    channels = conv.in_channels
     is_image = isinstance(x, torch.Tensor) and x.dim() == 4 and x.shape[1] == channels
     if is_image and x.layout is torch.strided:
+        weight = conv._parameters.get("weight", x)  # it may be computed: that is checked later
+        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise DTypeError(
+                f"x must have the dtype of the module's weights, {weight.dtype}, got {x.dtype}; "
+                f"use x.to({weight.dtype})"
+            )
         return
     check_tensors(x=x)
-    raise ShapeError(f"x must have shape (N, {channels}, H, W), got {tuple(x.shape)}")
+    shape = tuple(x.shape)
+    hint = "; use x.permute(0, 3, 1, 2)" if len(shape) == 4 and shape[3] == channels else ""
+    hint = "; use x[None]" if len(shape) == 3 and shape[0] == channels else hint
+    raise ShapeError(f"x must have shape (N, {channels}, H, W), got {shape}{hint}")
 
 
 def is_channels_last(x):

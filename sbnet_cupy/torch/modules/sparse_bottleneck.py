@@ -119,7 +119,7 @@ class SparseBottleneck(BlockModule):
         Arguments are those of :meth:`SparseConv2d.forward`. An image in channels_last memory is
         used where it lies, any other is copied.
         """
-        check_nchw(x, self.conv1.in_channels)
+        check_nchw(self.conv1, x)
         table, params = self._blocks(x, mask, params)
         last, strides = is_channels_last(x), self.conv2.stride
         image = x.permute(0, 2, 3, 1).contiguous()

@@ -124,7 +124,7 @@ class SparseConv2d(BlockModule, torch.nn.Conv2d):
         TypeError
             If a list of blocks comes without ``params``.
         """
-        check_nchw(x, self.in_channels)
+        check_nchw(self, x)
         active, params = self._blocks(x, mask, params)
         last = is_channels_last(x)
         if last:
