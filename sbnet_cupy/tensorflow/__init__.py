@@ -39,7 +39,7 @@ Examples
 """
 
 from ..block_sparse.block_params import calc_block_params, calc_block_params_res_block
-from . import _tensors  # noqa: F401 - first: it says what is missing
+from . import _tensors  # first: it says what is missing
 from .layers import mask_conv2d, sparse_conv2d, sparse_res_block_bottleneck
 from .norms import masked_batch_norm
 from .ops import reduce_mask, sparse_gather, sparse_scatter
@@ -91,3 +91,7 @@ __all__ = [
     "transposed_conv",
     "voxelize",
 ]
+
+for _name in __all__:
+    if globals()[_name].__module__.startswith(__name__):
+        globals()[_name] = _tensors.as_it_is(globals()[_name])

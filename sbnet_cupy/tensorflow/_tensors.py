@@ -76,6 +76,11 @@ def run(function, values, dtypes, shapes):
     return [tf.ensure_shape(result, shape) for result, shape in zip(results, shapes, strict=True)]
 
 
+def as_it_is(function):
+    """Return a function that AutoGraph does not rewrite, nor what it calls: it takes seconds."""
+    return tf.autograph.experimental.do_not_convert(function)
+
+
 def _make_nested(kind):
     """Let TensorFlow look inside a class that holds arrays, and build it again."""
 

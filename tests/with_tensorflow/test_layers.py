@@ -1,9 +1,12 @@
 """The layers of the TensorFlow adapter: the package's results, within a bound from the dtype."""
 
+import sys
+
 import numpy as np
 import pytest
 
 import sbnet_cupy as sb
+from sbnet_cupy.dense.conv2d import resolve_problem
 from support.adapter_cases import BFLOAT16, MASKED, X, check_mask_conv2d, image, layer, normal
 from support.assertions import assert_close, to_numpy
 
@@ -171,3 +174,22 @@ def test_nan_past_the_last_window_is_in_no_gradient(tf, sbt, activation, method)
         found.append([to_numpy(g) for g in tape.gradient(y, given)])
     for a, b in zip(*found, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_autograph_leaves_the_package_as_it_is(tf, sbt, monkeypatch):
+    """It rewrote all that is called, which took seconds, and warned of what it cannot rewrite."""
+    layers, callers = sys.modules["sbnet_cupy.tensorflow.layers"], []
+
+    def seen(*arguments):
+        callers.append(sys._getframe(1).f_code.co_filename)
+        return resolve_problem(*arguments)
+
+    monkeypatch.setattr(layers, "resolve_problem", seen)
+    x, mask = tf.ones((1, 4, 4, 2)), tf.ones((1, 4, 4))
+    y = tf.function(lambda x: sbt.sparse_conv2d(x, tf.ones((1, 1, 2, 3)), mask, bsize=2))(x)
+    assert y.shape == (1, 4, 4, 3)
+    assert callers == [layers.__file__]
+    for name in sbt.__all__:
+        function = getattr(sbt, name)
+        own = function.__module__.startswith(sbt.__name__)
+        assert own == hasattr(function, "__wrapped__"), name
