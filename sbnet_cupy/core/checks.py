@@ -7,7 +7,7 @@ they work where there is no memory yet. (An array will do, and is described firs
 import numpy as np
 
 from ..errors import DeviceError, DTypeError, ShapeError
-from .arrays import dtype_kind
+from .arrays import dtype_kind, is_float
 from .scalars import as_number
 from .spec import ArraySpec, spec_of
 
@@ -83,6 +83,15 @@ def hint_of_order(shape, channels, wanted, others):
 
 
 PYTORCH_ORDERS = {"OIHW, as in PyTorch": "OIHW", "HWIO": "HWIO"}
+
+
+def check_float(name, dtype):
+    """Raise unless a dtype is one in which convolutions are computed."""
+    if not is_float(dtype):
+        raise DTypeError(
+            f"{name} must be float16, bfloat16, float32 or float64, got {dtype}; convert it, for "
+            "example to float32"
+        )
 
 
 def check_contiguous(name, spec):

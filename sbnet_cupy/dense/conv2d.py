@@ -5,12 +5,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.arrays import array_function, empty, is_float
+from ..core.arrays import array_function, empty
 from ..core.byte_order import check_byte_orders
 from ..core.checks import (
     PYTORCH_ORDERS,
     check_array,
     check_contiguous,
+    check_float,
     check_result,
     check_written,
     choice,
@@ -182,8 +183,7 @@ def resolve_problem(x, w, strides, padding, activation, data_format, w_format, p
     check_precision(precision)
     check_activation(activation)
     check_array("x", x, ndim=4)
-    if not is_float(x.dtype):
-        raise DTypeError(f"x must be float16, bfloat16, float32 or float64, got {x.dtype}")
+    check_float("x", x.dtype)
     check_contiguous("x", x)
     check_array("w", w, ndim=4, like=x)
     if w.dtype != x.dtype:

@@ -6,12 +6,12 @@ from functools import partial
 
 import numpy as np
 
-from ..core.arrays import array_function, compute_dtype, is_float
-from ..core.checks import check_array
+from ..core.arrays import array_function, compute_dtype
+from ..core.checks import check_array, check_float
 from ..core.packed import Packed
 from ..core.readable import describe_array
 from ..core.spec import spec_of
-from ..errors import DTypeError, ShapeError
+from ..errors import ShapeError
 from .conv2d import check_choice, check_per_channel, check_precision
 
 
@@ -164,6 +164,5 @@ def check_weights(w, scale, bias, w_format, precision=None):
 def _check_values(w, scale, bias, channels, precision):
     """Check what does not depend on the layout of the weights."""
     check_precision(precision)
-    if not is_float(w.dtype):
-        raise DTypeError(f"w must be float16, bfloat16, float32 or float64, got {w.dtype}")
+    check_float("w", w.dtype)
     check_per_channel(scale, bias, channels, like=w)

@@ -4,13 +4,13 @@ import math
 
 import numpy as np
 
-from ..core.arrays import array_function, dtype_kind, namespace
-from ..core.checks import check_array
+from ..core.arrays import array_function, namespace
+from ..core.checks import check_array, check_float
 from ..core.graph_memory import memory_of_graphs
 from ..core.list_cells import list_cells
 from ..core.scalars import as_number, as_number_in
 from ..dense.conv2d import check_choice
-from ..errors import DTypeError, ShapeError
+from ..errors import ShapeError
 from .coordinate_map import CoordinateMap
 from .site_arguments import check_capacity, check_grid, takes_sizes
 from .sparse_tensor import SparseTensor, check_tensor
@@ -228,8 +228,7 @@ def check_grid_array(name, x, data_format):
     check_array(name, x)
     if len(x.shape) < 3:
         raise ShapeError(f"{name} must have at least 3 dimensions, (N, *spatial, C), got {x.shape}")
-    if dtype_kind(x.dtype) != "f":
-        raise DTypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}")
+    check_float(name, x.dtype)
 
 
 def _rows_of(x, cells, channels):

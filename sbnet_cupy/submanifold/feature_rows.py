@@ -1,8 +1,7 @@
 """Rows of features, as all operations over a kernel map take them."""
 
-from ..core.arrays import is_float
 from ..core.byte_order import check_byte_orders
-from ..core.checks import check_array, check_contiguous
+from ..core.checks import check_array, check_contiguous, check_float
 from ..errors import DTypeError, ShapeError
 
 
@@ -33,10 +32,7 @@ def check_rows(features, rows, name="features", sites=None):
     check_array("rows", rows, ndim=2)
     check_array(name, features, ndim=2, like=rows)
     check_contiguous(name, features)
-    if not is_float(features.dtype):
-        raise DTypeError(
-            f"{name} must be float16, bfloat16, float32 or float64, got {features.dtype}"
-        )
+    check_float(name, features.dtype)
     if sites is not None and features.shape[0] != sites:
         raise ShapeError(
             f"{name} must have the {sites} rows of the map's source, got {features.shape[0]}"

@@ -12,12 +12,12 @@ from ..core.arrays import (
     compute_dtype,
     empty,
     is_cupy,
-    is_float,
     namespace,
 )
 from ..core.checks import (
     check_array,
     check_contiguous,
+    check_float,
     check_result,
     check_written,
     hint_of_order,
@@ -31,7 +31,7 @@ from ..dense.activation import apply_activation, apply_affine, check_activation
 from ..dense.conv2d import check_per_channel, check_precision
 from ..dense.im2col import multiply
 from ..dense.packed_weights import PackedWeights, arrays_of_weights
-from ..errors import DTypeError, ShapeError
+from ..errors import ShapeError
 from .coordinate_map import CoordinateMap
 from .feature_rows import check_dtype, reads
 from .kernel_map import check_kernel_map
@@ -183,10 +183,7 @@ def resolve_site_conv(features, w, rows, kernel_size, sites, groups, activation,
     check_precision(precision)
     check_array("features", features, ndim=2, shape=(sites, None), like=rows)
     check_contiguous("features", features)
-    if not is_float(features.dtype):
-        raise DTypeError(
-            f"features must be float16, bfloat16, float32 or float64, got {features.dtype}"
-        )
+    check_float("features", features.dtype)
     check_array("w", w, like=features)
     check_dtype("w", w, features)
     channels, taps = features.shape[1], rows.shape[0]

@@ -7,11 +7,9 @@ from ..core.arrays import (
     ArrayContainer,
     array_function,
     device_of_all,
-    dtype_kind,
-    is_float,
     namespace,
 )
-from ..core.checks import check_array
+from ..core.checks import check_array, check_float
 from ..core.graph_memory import memory_of_graphs
 from ..core.readable import dtype_name, shape_of
 from ..errors import DTypeError, ShapeError
@@ -192,10 +190,7 @@ put_at_sites = takes_sizes(array_function(_put_at_sites))  # for adapters, which
 def check_feature_rows(features, indices):
     """Raise unless ``features`` are floats, with a row for each row of ``indices``."""
     check_array("features", features, ndim=2)
-    if not is_float(features.dtype):
-        raise DTypeError(
-            f"features must be float16, bfloat16, float32 or float64, got {features.dtype}"
-        )
+    check_float("features", features.dtype)
     check_array("indices", indices, ndim=2, like=features)
     check_rows(features, indices)
 
@@ -225,10 +220,7 @@ def check_tensor(x, name="x"):
 def check_float_tensor(x):
     """Raise unless ``x`` is a SparseTensor of floats."""
     check_tensor(x)
-    if dtype_kind(x.features.dtype) != "f":
-        raise DTypeError(
-            f"features must be float16, bfloat16, float32 or float64, got {x.features.dtype}"
-        )
+    check_float("features", x.features.dtype)
 
 
 def check_grad(grad_y, x, shape):

@@ -7,9 +7,15 @@ from typing import Any
 import numpy as np
 
 from ...core import libraries
-from ...core.arrays import ArrayContainer, array_function, compute_dtype, is_float, namespace
+from ...core.arrays import ArrayContainer, array_function, compute_dtype, namespace
 from ...core.byte_order import check_byte_orders
-from ...core.checks import PYTORCH_ORDERS, check_array, check_contiguous, hint_of_order
+from ...core.checks import (
+    PYTORCH_ORDERS,
+    check_array,
+    check_contiguous,
+    check_float,
+    hint_of_order,
+)
 from ...core.packed import Packed
 from ...core.readable import describe_array, shape_of
 from ...core.scalars import generator_of
@@ -230,8 +236,7 @@ def check_weights(x, weights):
     """Check x and the weights against each other; return the number of output channels."""
     check_array("x", x, ndim=4)
     check_contiguous("x", x)
-    if not is_float(x.dtype):
-        raise DTypeError(f"x must be float16, bfloat16, float32 or float64, got {x.dtype}")
+    check_float("x", x.dtype)
     if not isinstance(weights, BottleneckWeights):
         raise TypeError(f"weights must be a BottleneckWeights, got {type(weights).__name__}")
     cin = x.shape[3]

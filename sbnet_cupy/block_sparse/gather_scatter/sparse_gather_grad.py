@@ -4,9 +4,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...core.arrays import array_function, empty, is_float
+from ...core.arrays import array_function, empty
 from ...core.byte_order import check_byte_orders
-from ...core.checks import check_array
+from ...core.checks import check_array, check_float
 from ...core.operator import Operator, Plan
 from ...dense.affine_grad import affine_grad
 from ...errors import DTypeError
@@ -108,8 +108,7 @@ def _resolve(specs, options):
     bsize, boffset, bstride, transpose, data_format, activation = options
     grid = resolve_grid(bsize, boffset, bstride)
     check_image("x", x)
-    if not is_float(x.dtype):
-        raise DTypeError(f"x must be float16, bfloat16, float32 or float64, got {x.dtype}")
+    check_float("x", x.dtype)
     check_image("grad_blocks", grad_blocks, like=x)
     check_indices(bin_counts, active_block_indices, like=x)
     layout = resolve_layout(x, data_format, transpose)

@@ -2,11 +2,10 @@
 
 from typing import Any, NamedTuple
 
-from ...core.arrays import array_function, empty, is_float, namespace
-from ...core.checks import check_flag
+from ...core.arrays import array_function, empty, namespace
+from ...core.checks import check_flag, check_float
 from ...core.copy_image import copy_image
 from ...core.operator import Operator, Plan
-from ...errors import DTypeError
 from ..checks import check_image, check_indices
 from ..grid import resolve_grid, resolve_layout
 from .coverage import last_writers
@@ -100,10 +99,7 @@ def _resolve(specs, options):
     grid = resolve_grid(bsize, boffset, bstride)
     check_flag("add", add)
     check_image("grad_y", grad_y)
-    if not is_float(grad_y.dtype):
-        raise DTypeError(
-            f"grad_y must be float16, bfloat16, float32 or float64, got {grad_y.dtype}"
-        )
+    check_float("grad_y", grad_y.dtype)
     check_indices(bin_counts, active_block_indices, like=grad_y)
     layout = resolve_layout(grad_y, data_format, transpose)
     shape = layout.blocks_shape(active_block_indices.shape[0], grid.bsize)

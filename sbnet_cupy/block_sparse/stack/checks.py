@@ -4,8 +4,8 @@ import contextlib
 
 import numpy as np
 
-from ...core.arrays import dtype_kind, is_float
-from ...core.checks import check_array, check_contiguous
+from ...core.arrays import dtype_kind
+from ...core.checks import check_array, check_contiguous, check_float
 from ...core.graph_memory import memory_of_graphs
 from ...core.scalars import as_number, as_number_in
 from ...errors import DTypeError, ShapeError
@@ -31,8 +31,8 @@ def check_stack(name, x, table, *, channels=None, floats=True):
             "; pass the table of its own stage (table.after_conv(...) after a stride)"
         )
     check_contiguous(name, x)
-    if floats and not is_float(x.dtype):
-        raise DTypeError(f"{name} must be float16, bfloat16, float32 or float64, got {x.dtype}")
+    if floats:
+        check_float(name, x.dtype)
 
 
 def check_like(name, value, x):

@@ -81,7 +81,8 @@ def check_floats(features):
     """Raise unless a tensor of features has a float dtype."""
     if not features.is_floating_point():
         raise DTypeError(
-            f"features must be float16, bfloat16, float32 or float64, got {features.dtype}"
+            f"features must be float16, bfloat16, float32 or float64, got {features.dtype}; use "
+            "features.float()"
         )
 
 
