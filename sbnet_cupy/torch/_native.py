@@ -135,6 +135,14 @@ def check_not_traced():
         )
 
 
+def no_tensor(name, value):
+    """Return the error about an argument that is no tensor."""
+    return DTypeError(
+        f"{name} must be a torch.Tensor, got {type(value).__name__}; convert it with "
+        "torch.as_tensor"
+    )
+
+
 def check_tensors(optional=(), /, **arguments):
     """Raise unless all arguments are plain tensors on one CPU or CUDA device.
 

@@ -233,7 +233,7 @@ def test_bad_arguments(torch, scn, device, request):
         (sb.DTypeError, r"points must be a list \[coords, features\] or .*, got NoneType", None),
         (sb.DTypeError, r"points must be a list \[coords, features\] or .* 1 items", given[:1]),
         (sb.DTypeError, "points must be a list .*, got 4 items", [*given[:2], 1, None]),
-        (sb.DTypeError, "coords must be a torch", [given[0].tolist(), given[1]]),
+        (sb.DTypeError, "coords must be a torch.*got list; convert", [given[0].tolist(), given[1]]),
     ]  # fmt: skip
     for error, message, inputs in bad:
         with pytest.raises(error, match=message):

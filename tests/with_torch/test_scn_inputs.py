@@ -141,7 +141,7 @@ def test_input_batch(torch, scn):
         batch.set_location(torch.tensor([1, 2]), torch.tensor([1.0, 2.0]))
     with pytest.raises(sb.ShapeError, match="location must be a tensor of one axis, got list"):
         batch.set_location([1, 2], torch.tensor([1.0]))
-    with pytest.raises(sb.DTypeError, match=r"locations must be a torch\.Tensor, got list"):
+    with pytest.raises(sb.DTypeError, match=r"locations must .*; convert it with torch.as_tensor"):
         batch.set_locations([[1, 2]], torch.tensor([[1.0]]))
     empty = scn.InputBatch(2, 4)
     empty.add_sample()

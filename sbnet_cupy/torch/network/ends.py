@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional as F
 
 from ...errors import DeviceError, DTypeError, ShapeError
+from .._native import no_tensor
 from . import cuda_ends
 from . import tensor as T
 from .aliases import note_rest, own
@@ -295,10 +296,7 @@ def check_image(x):
 def check_tensor(name, value):
     """Raise unless an argument is a dense tensor."""
     if not isinstance(value, torch.Tensor):
-        raise DTypeError(
-            f"{name} must be a torch.Tensor, got {type(value).__name__}; convert it with "
-            "torch.as_tensor"
-        )
+        raise no_tensor(name, value)
     if value.is_nested:
         raise DTypeError(
             f"{name} must be dense, got a nested tensor; use {name}.to_padded_tensor(0), or call "

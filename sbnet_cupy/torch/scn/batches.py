@@ -2,8 +2,9 @@
 
 import torch
 
-from ...errors import DTypeError, ShapeError
+from ...errors import ShapeError
 from ...submanifold.coordinate_map import CoordinateMap
+from .._native import no_tensor
 from .points import check_inside, whole_numbers
 from .tensors import Metadata, SparseConvNetTensor, grid_size, size_key, sizes_of
 
@@ -65,7 +66,7 @@ class InputBatch(SparseConvNetTensor):
         d = self.dimension
         for name, value in (("locations", locations), ("vectors", vectors)):
             if not isinstance(value, torch.Tensor):
-                raise DTypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+                raise no_tensor(name, value)
         if locations.dim() != 2 or locations.shape[1] not in (d, d + 1):
             raise ShapeError(
                 f"locations must have shape (n, {d}) or (n, {d + 1}), got {tuple(locations.shape)}"

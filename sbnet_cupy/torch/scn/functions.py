@@ -2,9 +2,10 @@
 
 import torch
 
-from ...errors import DTypeError, ShapeError
+from ...errors import ShapeError
 from ...submanifold.coordinate_map import CoordinateMap
 from .._namespace import wide
+from .._native import no_tensor
 from ..submanifold import coordinate_map
 from ..submanifold.maps import valid
 from ..submanifold.operations import reduce_features, rows_of
@@ -137,7 +138,7 @@ def _check_lists(name, rows, other, values):
     """Raise unless two arguments of these names are tensors of two axes with as many rows."""
     for each, value in ((name, rows), (other, values)):
         if not isinstance(value, torch.Tensor):
-            raise DTypeError(f"{each} must be a torch.Tensor, got {type(value).__name__}")
+            raise no_tensor(each, value)
         if value.dim() != 2:
             raise ShapeError(f"{each} must have two axes, (n, columns), got {tuple(value.shape)}")
     if len(values) != len(rows):

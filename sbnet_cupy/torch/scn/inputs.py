@@ -10,6 +10,7 @@ from ...errors import DTypeError, ShapeError
 from ...submanifold.coordinate_map import CoordinateMap
 from ...submanifold.site_arguments import check_capacity
 from .. import submanifold as sites
+from .._native import no_tensor
 from ..submanifold.operations import rows_of
 from ..submanifold.sites import with_inverse
 from .points import check_distinct, check_inside, check_keys, whole_numbers
@@ -68,7 +69,7 @@ def read_points(name, points, most=3):
     coords, features = points[0], points[1]
     for part, value in (("coords", coords), ("features", features)):
         if not isinstance(value, torch.Tensor):
-            raise DTypeError(f"{part} must be a torch.Tensor, got {type(value).__name__}")
+            raise no_tensor(part, value)
     return coords, features
 
 

@@ -7,7 +7,7 @@ from torch.nn import Module
 
 from ...core.scalars import as_number, as_number_in
 from ...errors import DeviceError, DTypeError, ShapeError
-from .._native import numpy_dtype
+from .._native import no_tensor, numpy_dtype
 from ..network import casts
 from ..network.training_graphs import check_settings
 from .replay import Replayed, half_of, rehearse_graph
@@ -197,7 +197,7 @@ class _Run:
             )
         for k, (tensor, like) in enumerate(zip(tensors, self._like, strict=True)):
             if not isinstance(tensor, torch.Tensor):
-                raise DTypeError(f"tensor {k} must be a torch.Tensor, got {type(tensor).__name__}")
+                raise no_tensor(f"tensor {k}", tensor)
             shape, of_points = tuple(like.shape), self._of_points[k]
             if of_points and k:
                 shape = (len(tensors[0]), *shape[1:])
@@ -289,7 +289,7 @@ def _tensors_of(given):
         )
     for k, tensor in enumerate(tensors):
         if not isinstance(tensor, torch.Tensor):
-            raise DTypeError(f"tensor {k} must be a torch.Tensor, got {type(tensor).__name__}")
+            raise no_tensor(f"tensor {k}", tensor)
     if not tensors[0].dim():
         raise ShapeError("tensor 0 must have a row for each point, got a scalar")
     return tuple(tensors)

@@ -9,11 +9,11 @@ import torch
 
 from ...core.scalars import as_number
 from ...dense.activation import check_activation
-from ...errors import DTypeError
 from ...submanifold.norm_arguments import check_tables
 from ...submanifold.sparse_tensor import SparseTensor
 from .. import _dispatch_state as state
 from .._namespace import wide
+from .._native import no_tensor
 from ..network import cuda_norm, gradients
 from ..network.epilogue import finish
 from ..network.table import Table
@@ -79,7 +79,7 @@ def masked_batch_norm(
               "bias": bias}  # fmt: skip
     for name, table in tables.items():
         if table is not None and not isinstance(table, torch.Tensor):
-            raise DTypeError(f"{name} must be a torch.Tensor, got {type(table).__name__}")
+            raise no_tensor(name, table)
     check_tables(x, tables)
     eps = as_number("eps", eps, nan=False)
     if not isinstance(momentum, torch.Tensor):
