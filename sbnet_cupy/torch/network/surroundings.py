@@ -6,7 +6,6 @@ from .._dispatch_state import in_dispatch_mode
 from .generators import host_generators
 from .recordings import settings
 
-
 _CPU = torch.device("cpu")
 
 
