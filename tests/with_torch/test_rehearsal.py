@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import random
 import threading
 import types
 
@@ -273,16 +274,23 @@ def test_what_is_not_known_does_not_come_to_the_host(st):
         _kept_on(torch.device("cuda", 1), "cpu")
 
 
-@pytest.mark.parametrize("fails", ["a hook", "a call", "a copy"])
-def test_a_network_that_cannot_be_rehearsed_is_called_as_it_is(st, on_cpu, monkeypatch, fails):
-    from sbnet_cupy.torch.network import rehearsal
+@pytest.mark.parametrize("why", ["a hook", "what changes unseen", "other processes"])
+def test_what_a_copy_could_change_is_not_rehearsed(st, rehearsed, why):
+    done, notes = rehearsed
+    sparse, x, table, _ = parts(st)
+    if why == "a hook":
+        sparse.model.first.register_forward_hook(lambda *given: None)
+    elif why == "what changes unseen":
+        sparse.model.draws = random.Random(0)
+    else:
+        sparse.model.last.__class__ = type("Last", (nn.parallel.DistributedDataParallel,), {})
+    sparse._rehearsals.before(sparse, x, table, 0.0)
+    assert not done and not notes
 
-    net = Joined()
-    if fails == "a hook":
-        net.first.register_forward_hook(lambda *given: None)
-        assert not rehearsal._may_copy(net)
-        return
-    sparse, *given = parts(st, net)
+
+@pytest.mark.parametrize("fails", ["a call", "a copy"])
+def test_a_rehearsal_that_fails_is_left(st, on_cpu, monkeypatch, fails):
+    sparse, *given = parts(st)
     if fails == "a call":
         monkeypatch.setattr(type(sparse), "_run", lambda *given, **named: 1 / 0)
     else:

@@ -30,9 +30,16 @@ def set_generator(device, state):
         torch.set_rng_state(state)
 
 
+@contextlib.contextmanager
 def forked(device):
     """Within this, the generators of the host and of a device draw; then they are as before."""
-    return torch.random.fork_rng([device] if device.type == "cuda" else [])
+    of_python, of_numpy = random.getstate(), np.random.get_state(legacy=False)
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
 
 
 @contextlib.contextmanager
@@ -40,7 +47,7 @@ def replayable(device):
     """Raise if a call draws or seeds random numbers as no replay of a CUDA graph would.
 
     Yields an object of which ``draws`` says afterwards whether the call drew numbers on the device.
-    The generators of PyTorch are then as before.
+    The generators are then as before.
     """
     ours = torch.cuda if device.type == "cuda" else torch
     with forked(device):

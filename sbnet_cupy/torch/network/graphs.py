@@ -15,7 +15,7 @@ from ...errors import ShapeError
 from . import norms
 from . import tensor as T
 from .ends import check_call, check_tensor, tensors_in
-from .generators import replayable
+from .generators import forked, replayable
 from .table import BlockTable
 from .trees import tree_flatten, tree_leaves, tree_unflatten
 
@@ -111,7 +111,7 @@ def new_memory(device):
 def capture(run, x, memory=None):
     """Capture ``run()`` on the device of x; return (graph, what ``run`` returned)."""
     pool, stream = memory or new_memory(x.device)
-    with torch.cuda.device(x.device):
+    with torch.cuda.device(x.device), forked(x.device):
         with on(stream):
             run()
             with NoSynchronization(), replayable(x.device):

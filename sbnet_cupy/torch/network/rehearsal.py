@@ -58,21 +58,24 @@ class Rehearsals:
             self._has_evaluated = True
         rehearse_once(
             sparse.model, kind[:1] + kind[2:],  # of any device of this kind
-            lambda: _calls(sparse, x, table, outside, is_first), x,
+            lambda: _calls(sparse, x, table, outside, is_first), x, lambda: State(sparse.model).fit,
         )  # fmt: skip
 
 
-def rehearse_once(net, kind, run, like, launched=()):
+def rehearse_once(net, kind, run, like, may_copy, launched=()):
     """Rehearse ``run()``, calls of a copy of a network, unless calls of this kind were before.
 
     It is on the device of the tensor ``like``, and as :func:`rehearse` does it. Nothing is done
-    where modes would see it, or where calls of a copy could have an effect on anything else.
+    where modes would see it, or calls of a copy could have an effect on anything else: where other
+    processes take part, or not ``may_copy()``.
     """
+    if any(isinstance(m, DistributedDataParallel) for m in net.modules()):
+        return
     if is_watched() or in_transform() or capturing_stream(like) is not None:
         return
     with torch.cuda.device(like.device):
         note = _note_of(net, kind)
-        if (note is None or not note.is_there()) and _may_copy(net):
+        if (note is None or not note.is_there()) and may_copy():
             rehearse(run, like.device, launched)
             if note is not None:
                 note.write()
@@ -84,11 +87,6 @@ def _note_of(net, kind):
         return Note(f"{net} {kind}")
     except Exception:
         return None
-
-
-def _may_copy(net):
-    distributed = any(isinstance(m, DistributedDataParallel) for m in net.modules())
-    return not distributed and State(net).fit
 
 
 def rehearse(run, device, launched=()):

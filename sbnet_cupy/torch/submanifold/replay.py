@@ -330,7 +330,7 @@ def rehearse_graph(net, measured, tensors, room, fills):
     padded, few = _padded(tensors, fills, room), half_of(tensors, fills)
     sizes = [(t.shape, t.dtype, t.requires_grad) for t in tensors]
     kind = ("graphed", sizes, room, *settings_of(net, tensors[0]), *settings())
-    rehearse_once(net, kind, calls, tensors[0], (LISTS,))
+    rehearse_once(net, kind, calls, tensors[0], lambda: not State(net).hooked, (LISTS,))
 
 
 def half_of(tensors, fills):
