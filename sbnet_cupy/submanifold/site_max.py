@@ -1,4 +1,7 @@
-"""site_max: the largest of the rows that each row of a map reads, with its derivatives."""
+"""site_max: the largest of the rows that each row of a map reads, with its derivatives.
+
+Kernels: cuda_src/submanifold/site_pool.cu, for CuPy arrays.
+"""
 
 import numpy as np
 
@@ -9,6 +12,7 @@ from ..core.operator import Operator, Plan
 from ..dense.conv2d import check_choice
 from .feature_rows import check_dtype, check_rows, reads
 from .site_conv import add, take
+from .site_pool_launch import has_kernel, prepare_max_grad, prepare_pool
 
 TIES = ("first", "all")
 
@@ -58,6 +62,11 @@ def _infer(specs, options):
 
 def _plan(specs, options):
     results, (floor, _) = _infer(specs, options), options
+    features, rows, valid, out = specs
+    if results[0].size and has_kernel(features, rows):
+        least = None if floor is None else features.dtype.type(floor)
+        launch = prepare_pool(features, rows, valid, out, "largest", least)
+        return Plan(results, launch, launch=launch, operands=(0, 1, 2, 3))
 
     def run(features, rows, valid, out):
         with memory_of_graphs(features), np.errstate(all="ignore"):
@@ -92,6 +101,9 @@ def _infer_grad(specs, options):
 
 def _plan_grad(specs, options):
     results, (ties,) = _infer_grad(specs, options), options
+    if results[0].size and has_kernel(specs[1], specs[3], specs[4]):
+        launch = prepare_max_grad(*specs, ties)
+        return Plan(results, launch, launch=launch, operands=(0, 1, 2, 3, 4, 5))
 
     def run(grad_y, features, y, rows, back, out):
         xp, wide = namespace(features), compute_dtype(features.dtype)

@@ -1,4 +1,7 @@
-"""Pooling at sites: largest value or average of windows, and its inverse."""
+"""Pooling at sites: largest value or average of windows, and its inverse.
+
+Kernels: cuda_src/submanifold/site_pool.cu, launched by site_max.py and site_sum.py.
+"""
 
 from typing import Any
 

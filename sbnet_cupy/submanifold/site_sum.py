@@ -1,6 +1,7 @@
 """site_sum: the sum or average of the rows that each row of a map reads.
 
-Average pooling and unpooling are such sums, and so are their gradients.
+Average pooling and unpooling are such sums, and so are their gradients. Kernel:
+cuda_src/submanifold/site_pool.cu, for CuPy arrays.
 """
 
 import numpy as np
@@ -12,6 +13,7 @@ from ..core.operator import Operator, Plan
 from ..dense.conv2d import check_choice
 from .feature_rows import check_rows, reads
 from .site_conv import add, take
+from .site_pool_launch import has_kernel, prepare_pool
 
 COUNTS = ("one", "volume", "active")
 
@@ -46,6 +48,10 @@ def _infer(specs, options):
 
 def _plan(specs, options):
     results, (count,) = _infer(specs, options), options
+    features, rows, valid, out = specs
+    if results[0].size and has_kernel(features, rows):
+        launch = prepare_pool(features, rows, valid, out, count)
+        return Plan(results, launch, launch=launch, operands=(0, 1, 2, 3))
 
     def run(features, rows, valid, out):
         xp = namespace(features)

@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sbnet_cupy as sb
-from support import site_cases, site_oracles
+from sbnet_cupy.submanifold.site_max import SITE_MAX, SITE_MAX_GRAD
+from sbnet_cupy.submanifold.site_sum import SITE_SUM
+from support import site_cases, site_on_host, site_oracles
 from support.assertions import assert_close, assert_same, to_numpy
 from support.strategies import BFLOAT16
 
@@ -135,6 +137,97 @@ def test_unpool_gradient(xp, body):
     found = to_numpy(sb.sparse_unpool_grad(xp.asarray(grad), y, onto=x.coordinates))
     left, right = (found * to_numpy(y.features)).sum(), (grad * to_numpy(up.features)).sum()
     assert abs(left - right) < 1e-12 * max(1, abs(right))
+
+
+TABLES = [  # rows of x and of the result, taps, channels, elements that arrays begin behind 16 bytes
+    (50, 40, 27, 3, 0), (300, 90, 8, 40, 0), (9, 700, 1, 1, 0), (60, 20, 5, 264, 0),
+    (30, 30, 9, 16, 1), (1, 3, 64, 8, 0), (0, 4, 8, 8, 0),
+]  # fmt: skip
+
+
+def tables(case, dtype):
+    """Return features of few values with NaN, rows of a map and back, and which rows hold sites."""
+    n, m, taps, channels, start = case
+    rng = np.random.default_rng(m)
+
+    def offset(values):
+        memory = np.empty(values.size + 16, values.dtype)
+        begin = -memory.ctypes.data % 16 // memory.itemsize + start
+        part = memory[begin : begin + values.size].reshape(values.shape)
+        part[...] = values
+        return part
+
+    def features(rows):
+        values = rng.integers(-3, 3, (rows, channels)) / 2
+        values[rng.random(values.shape) < 0.05] = np.nan
+        values[rng.random(values.shape) < 0.02] = -np.inf
+        return offset(values.astype(dtype))
+
+    rows = np.full((taps, m), -1, np.int32)
+    back = np.full((taps, n), -1, np.int32)
+    for tap in range(taps):
+        pairs = min(n, m) * 2 // 3
+        read, reader = rng.permutation(n)[:pairs], rng.permutation(m)
+        rows[tap, reader[:pairs]], back[tap, read] = read, reader[:pairs]
+        rows[tap, reader[m - m // 5 :]] = n + 7  # is no row
+    return features(n), features(m), rows, back, rng.random(m) < 0.8
+
+
+def pooled(x, grad_y, rows, back, valid, asarray=np.asarray):
+    """Return what the operators give, by name, in arrays that were full of NaN."""
+    x, grad_y, rows, back, valid = map(asarray, (x, grad_y, rows, back, valid))
+    found = {}
+    for count in ("one", "volume", "active"):
+        for mask in (None, valid):
+            out = asarray(np.full(grad_y.shape, np.nan, x.dtype))
+            SITE_SUM((x, rows, mask, out), (count,))
+            found[f"sum, {count}, {mask is not None}"] = out
+    for floor in (None, 0.3, -9.0):
+        largest = SITE_MAX((x, rows, valid, None), (floor, "first"))
+        found[f"max, {floor}"] = largest
+        for ties in ("first", "all"):
+            given = grad_y, x, largest, rows, back, None
+            found[f"gradient, {floor}, {ties}"] = SITE_MAX_GRAD(given, (ties,))
+    return found
+
+
+def assert_same_or_nan(found, expected):
+    """Assert that results have the same bits, whatever those of NaN are."""
+    for name, value in found.items():
+        pair = to_numpy(value), expected[name]
+        assert_same(*(np.where(np.isnan(x.astype(float)), x.dtype.type(999), x) for x in pair))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, BFLOAT16, np.float32, np.float64], ids=str)
+@pytest.mark.parametrize("case", TABLES, ids=str)
+def test_kernels_give_the_bits_of_loops_over_taps(require, case, dtype):
+    require("g++")
+    given = tables((*case[:4], 0), dtype)  # the shim takes arrays for aligned
+    expected = pooled(*given)
+    with site_on_host.by_kernels():
+        found = pooled(*given)
+        launched = set(site_on_host.LAUNCHED)
+    assert launched == {"pool_rows"} | ({"pool_max_grad"} if case[0] else set())
+    assert_same_or_nan(found, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [np.float16, BFLOAT16, np.float32, np.float64], ids=str)
+@pytest.mark.parametrize("case", TABLES, ids=str)
+def test_a_gpu_gives_the_bits_of_loops_over_taps(require, case, dtype):
+    cupy = require("gpu")
+    given = tables(case, dtype)
+    owners = []
+
+    def asarray(array):
+        """Copy an array to the GPU, to an address like its own."""
+        start = array.ctypes.data % 16
+        owners.append(cupy.empty(array.nbytes + 16, np.uint8))
+        view = owners[-1][start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+        view[...] = cupy.asarray(array)
+        return view
+
+    assert_same_or_nan(pooled(*given, asarray=asarray), pooled(*given))
 
 
 @pytest.mark.parametrize("reduce", ["max", "mean", "sum"])
