@@ -92,7 +92,7 @@ def test_rows_of_pictures_follow_each_other():
     assert part("submanifold.scenes").blobs((20, 30), 0.2).rows.flags.c_contiguous
 
 
-@pytest.mark.parametrize("name", ["coordinate_map", "site_networks"])
+@pytest.mark.parametrize("name", ["coordinate_map", "site_networks", "site_pool"])
 def test_ratios_of_maps_and_networks_on_a_cpu(name, tmp_path):
     bench, rows = part(f"submanifold.bench_{name}"), part("harness.rows")
     arguments = ["--cpu", "--quick", "--threads", "1", "--out", str(tmp_path)]
@@ -102,6 +102,8 @@ def test_ratios_of_maps_and_networks_on_a_cpu(name, tmp_path):
     variants = {row.variant for row in found}
     if name == "coordinate_map":
         assert variants == set(bench.OPS) and len(found) == 3 * len(variants)
+    elif name == "site_pool":
+        assert variants == set(bench.OPS) and len(found) == 3 * 2 * 2 * len(variants)
     else:
         assert len(variants) == 2 and len(found) == 2 * 2 * len(variants)
         assert {row.implementation for row in found} == {bench.PAIRS, bench.DENSE}
@@ -115,6 +117,26 @@ def test_the_flow_of_maps_on_a_gpu(fake_gpu, tmp_path, monkeypatch):
     check_rows(found, {rows.OURS, bench.TORCH})
     assert {row.timed_by for row in found} == {"graph", "events", "host"}
     assert {row.variant for row in found if row.ours} == set(bench.OPS)
+
+
+def test_the_flow_of_pooling_on_a_gpu(fake_gpu, tmp_path, monkeypatch):
+    bench, rows = part("submanifold.bench_site_pool"), part("harness.rows")
+    monkeypatch.setattr(bench, "DEVICE", "cpu")
+    monkeypatch.setattr(bench, "CHANNELS", (3,))
+    assert bench.main(["--quick", "--out", str(tmp_path)]) == 0
+    found = rows.read(tmp_path / "site_pool.csv")
+    check_rows(found, {rows.OURS, bench.TORCH})
+    assert {(row.variant, row.block) for row in found} == {(v, w) for v in bench.OPS for w in "23"}
+
+
+def test_pooling_that_differs_is_refused(monkeypatch, torch):
+    bench, scenes = part("submanifold.bench_site_pool"), part("submanifold.scenes")
+    case = bench.Case(np, scenes.blobs((20, 30), 0.2), 3, "2", np.float32)
+    plain = bench.Plain(torch, case, "cpu")
+    bench.check(case, plain)
+    monkeypatch.setattr(case, "average", case.max)
+    with pytest.raises(AssertionError, match="average of 2: PyTorch finds something else"):
+        bench.check(case, plain)
 
 
 def test_the_flow_of_networks_on_a_gpu(fake_gpu, tmp_path, monkeypatch):

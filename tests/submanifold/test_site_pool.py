@@ -139,7 +139,7 @@ def test_unpool_gradient(xp, body):
     assert abs(left - right) < 1e-12 * max(1, abs(right))
 
 
-TABLES = [  # rows of x and of the result, taps, channels, elements that arrays begin behind 16 bytes
+TABLES = [  # rows of x and of the result, taps, channels, where arrays begin behind 16 bytes
     (50, 40, 27, 3, 0), (300, 90, 8, 40, 0), (9, 700, 1, 1, 0), (60, 20, 5, 264, 0),
     (30, 30, 9, 16, 1), (1, 3, 64, 8, 0), (0, 4, 8, 8, 0),
 ]  # fmt: skip
