@@ -135,8 +135,10 @@ def main(arguments=None):
 
 def _named(case, variant):
     shape = f"{case.scene.size}, {case.x.channels} channels"
-    return {"op": OPS[variant], "suite": case.scene.name, "shape": shape,
-            "dtype": case.dtype.name, "block": case.window, "mask": "", "variant": variant}  # fmt: skip
+    return {
+        "op": OPS[variant], "suite": case.scene.name, "shape": shape, "dtype": case.dtype.name,
+        "block": case.window, "mask": "", "variant": variant,
+    }  # fmt: skip
 
 
 def _on_cpu(_, torch, given, columns, quick):
