@@ -1,5 +1,7 @@
 """The work of functions of whole images, as PyTorch counts it."""
 
+import copy
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -158,3 +160,26 @@ def test_a_profile_hands_other_arguments_to_the_network(st):
     for halo, share in (("zero", "25.0%"), ("exact", "25.0%")):
         sparse = st.sparsify(Scaled(3, 4, 3, padding=1).eval(), 16, halo=halo)
         assert share in sparse.profile(x, mask, 2.0) and share in sparse.profile(x, mask, by=2.0)
+
+
+@torch.no_grad()
+def test_a_profile_takes_what_is_wanted_outside_blocks(st):
+    x, mask = torch.randn(1, 3, 32, 32), torch.zeros(1, 32, 32)
+    mask[0, 3, 3] = 1
+    sparse = st.sparsify(torch.nn.Conv2d(3, 4, 3, padding=1).eval(), 16, outside=2.0)
+    for outside in (None, 1.0, "bias", torch.randn(1, 4, 32, 32)):
+        assert "25.0%" in sparse.profile(x, mask, outside=outside)
+    with pytest.raises(ValueError, match="outside must be a number"):
+        sparse.profile(x, mask, outside="zero")
+
+
+def test_a_profile_in_training_is_one_call_for_running_statistics(st):
+    torch.manual_seed(0)
+    dense = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4))
+    sparse, other = st.sparsify(dense, 16), st.sparsify(copy.deepcopy(dense), 16)
+    x, mask = torch.randn(1, 3, 32, 32), torch.zeros(1, 32, 32)
+    mask[0, 3, 3] = 1
+    sparse.profile(x, mask)
+    other(x, mask)
+    for name, buffer in other.state_dict().items():
+        assert torch.equal(sparse.state_dict()[name], buffer), name

@@ -4,6 +4,7 @@ import torch
 
 from ...errors import CapacityError
 from .ends import check_call
+from .options import check_outside
 from .trace import Trace, lines
 
 
@@ -92,14 +93,22 @@ class Report:
         return lines(self._rows(), self._share(), self.model)
 
     @torch.no_grad()
-    def profile(self, x, mask, *args, **kwargs):
+    def profile(self, x, mask, *args, outside=None, **kwargs):
         """Return the table of one call with the time of each layer.
 
-        On a GPU every layer is waited for, so the sum is more than the time of a call.
+        It is called twice, the second time for the times, with the arguments of a call. Running
+        statistics in training follow the first call alone. On a GPU every layer is waited for, so
+        the sum is more than the time of a call.
         """
-        self(x, mask, *args, **kwargs)
+        self(x, mask, *args, outside=outside, **kwargs)
+        outside = check_outside(self.outside if outside is None else outside)
         table, counted = self._table(x, check_call(x, mask), args, kwargs)
         table.trace = Trace(self.model, timing=True)
-        self._run(table, x, args, kwargs)
+        buffers = [(b, b.clone()) for b in self.model.buffers()] if self.training else ()
+        try:
+            self._run(table, x, args, kwargs, outside)
+        finally:
+            for buffer, before in buffers:
+                buffer.copy_(before)
         whole = 1.0 if table.whole else min(int(counted[0]), counted[1]) / max(table.on.numel(), 1)
         return lines(table.trace.rows, whole, self.model, profile=True)
