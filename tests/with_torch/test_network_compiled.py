@@ -170,6 +170,23 @@ def test_which_calls_are_compiled(tuned):
 
 
 @torch.no_grad()
+def test_a_network_that_can_no_longer_be_compiled_runs_uncompiled(tuned):
+    dense, x = small(), image()
+    sparse, backend = tuned(dense)
+    on, mask = networks.blocks((2, *SIZE), BLOCK, 0.5)
+    hook = dense[0].register_forward_hook(lambda module, args, y: y * 2)
+    with pytest.warns(RuntimeWarning, match="with hooks.*; its whole images run uncompiled"):
+        found = sparse(x, mask)
+    expected = networks.oracle(dense, x, on, BLOCK)
+    assert_near(found, expected)
+    assert_near(sparse(x, mask), expected)  # and warns once
+    assert backend.steps() == (0, 0)
+    hook.remove()
+    assert_near(sparse(x, mask), networks.oracle(dense, x, on, BLOCK))
+    assert backend.steps() == (0, 1)
+
+
+@torch.no_grad()
 def test_a_mode_that_looks_on_does_not_end_it(tuned):
     """As the one does that finds out, ahead of a capture, whether a network waits."""
     from sbnet_cupy.torch.network.graphs import NoSynchronization

@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from .._dispatch_state import in_dispatch_mode
 from . import tensor as T
-from .ends import check_filled, end_of, holds_activations, shown
+from .ends import check_filled, end_of, holds_activations, shown, warn
 from .left import is_zero
 from .state import State
 from .table import PictureTable
@@ -28,6 +28,7 @@ class Compiled:
     def __init__(self, sparse, x, mask, options):
         self.like, self.options = _key(x), options
         self.made_of = self.state = None
+        self.unread = None  # the state of a network that could not be read
         self._read(sparse, x, mask)
 
     def serves(self, x, args, kwargs):
@@ -37,12 +38,30 @@ class Compiled:
 
     def forget(self):
         """Read the weights again at the next call."""
-        self.state = None
+        self.state = self.unread = None
+
+    def follows(self, sparse, x, table):
+        """Whether this is of the network as it is now; it is read again where that has changed.
+
+        A network that cannot be compiled any more, as with a hook, is not until it changes again.
+        """
+        if self._is_of(sparse):
+            return True
+        if self.unread is not None and self.unread.holds(sparse.model):
+            return False
+        try:
+            self._read(sparse, x, table.mask)
+        except Exception as error:
+            self.state, self.unread = None, State(sparse.model)
+            warn_uncompiled(error)
+            return False
+        return True
+
+    def _is_of(self, sparse):
+        return self.state is not None and self.state.holds(sparse.model)
 
     def __call__(self, sparse, x, table, outside):
         """Return what the network returns, images finished as ``outside`` says."""
-        if self.state is None or not self.state.holds(sparse.model):
-            self._read(sparse, x, table.mask)
         # called once in a mode that looks on, Dynamo would leave the graph alone for good
         run = self.graph if in_dispatch_mode() else self.run
         if not is_zero(outside):
@@ -77,6 +96,14 @@ class Compiled:
             self.graph = graph
             self.run = torch.compile(graph, dynamic=False, **self.options)
         self.made_of, self.state = made_of, state
+
+
+def warn_uncompiled(error):
+    """Warn that a network cannot be compiled, and of what becomes of its whole images."""
+    warn(
+        f"the network cannot be compiled, {type(error).__name__}: {error}; its whole images run "
+        "uncompiled"
+    )
 
 
 def _key(x):

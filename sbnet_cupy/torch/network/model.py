@@ -194,7 +194,8 @@ class SparseModel(Report, nn.Module):
         """Whether a call runs on whole images for which :meth:`tune` compiled the network."""
         evaluated = not (self.training or torch.is_grad_enabled())
         there = table.whole and self._compiled is not None
-        return there and evaluated and self._compiled.serves(x, args, kwargs)
+        serves = there and evaluated and self._compiled.serves(x, args, kwargs)
+        return serves and self._compiled.follows(self, x, table)
 
     def _run(self, table, x, args=(), kwargs=None, outside=0.0):
         """Run the network on a table's blocks."""

@@ -5,8 +5,8 @@ import time
 import torch
 
 from . import cuda
-from .compiled import Compiled
-from .ends import check_device, check_image, warn
+from .compiled import Compiled, warn_uncompiled
+from .ends import check_device, check_image
 from .graphs import WaitsForDevice, capture
 from .table import BlockTable, PictureTable
 
@@ -55,10 +55,7 @@ def _compiled(sparse, x, mask, compile):
         compiled = Compiled(sparse, x, mask, compile if isinstance(compile, dict) else {})
         compiled(sparse, x, PictureTable(mask, sparse.block_size, tuple(x.shape[2:])), 0.0)
     except Exception as error:
-        warn(
-            f"the network cannot be compiled, {type(error).__name__}: {error}; its whole images "
-            "run uncompiled"
-        )
+        warn_uncompiled(error)
         return None
     return compiled
 
