@@ -12,7 +12,7 @@ make_fx = pytest.importorskip("torch.fx.experimental.proxy_tensor").make_fx
 from support import networks  # noqa: E402  (needs PyTorch)
 from support.networks import assert_near  # noqa: E402
 
-nn = torch.nn
+nn, F = torch.nn, torch.nn.functional
 
 SIZE, BLOCK = (61, 84), 16
 
@@ -184,6 +184,19 @@ def test_a_network_that_can_no_longer_be_compiled_runs_uncompiled(tuned):
     hook.remove()
     assert_near(sparse(x, mask), networks.oracle(dense, x, on, BLOCK))
     assert backend.steps() == (0, 1)
+
+
+@torch.no_grad()
+def test_blocks_of_another_size_are_seen(tuned):
+    dense, x = small(), image()
+    sparse, backend = tuned(dense)
+    mask = torch.zeros(2, *SIZE)
+    mask[0, 20:23, 30:33] = 1
+    for block in (32, 8, BLOCK):
+        sparse.block_size = block
+        on = F.max_pool2d(mask[:, None], block, ceil_mode=True)[:, 0] > 0
+        assert_near(sparse(x, mask), networks.oracle(dense, x, on, block))
+    assert backend.steps() == (3, 3)
 
 
 @torch.no_grad()

@@ -27,7 +27,7 @@ class Compiled:
 
     def __init__(self, sparse, x, mask, options):
         self.like, self.options = _key(x), options
-        self.made_of = self.state = None
+        self.made_of = self.state = self.block_size = None
         self.unread = None  # the state of a network that could not be read
         self._read(sparse, x, mask)
 
@@ -58,7 +58,8 @@ class Compiled:
         return True
 
     def _is_of(self, sparse):
-        return self.state is not None and self.state.holds(sparse.model)
+        alike = self.state is not None and self.block_size == sparse.block_size
+        return alike and self.state.holds(sparse.model)
 
     def __call__(self, sparse, x, table, outside):
         """Return what the network returns, images finished as ``outside`` says."""
@@ -95,7 +96,7 @@ class Compiled:
         if made_of != self.made_of:
             self.graph = graph
             self.run = torch.compile(graph, dynamic=False, **self.options)
-        self.made_of, self.state = made_of, state
+        self.made_of, self.state, self.block_size = made_of, state, sparse.block_size
 
 
 def warn_uncompiled(error):
