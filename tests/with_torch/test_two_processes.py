@@ -1,5 +1,6 @@
 """Modules train in two processes by DistributedDataParallel."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -86,3 +87,32 @@ def test_two_gpus_train_together(torch, require, tmp_path):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     run_two(STEP.format(backend="nccl", device="cuda"), tmp_path)
+
+
+@pytest.mark.parametrize("root", [False, True])
+def test_layers_that_fsdp_shards_have_weights_while_they_run(st, torch, tmp_path, root):
+    """They are computed then, in evaluation too, and from what was gathered last."""
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    if not hasattr(fsdp, "fully_shard") or not hasattr(fsdp, "FSDPModule"):
+        pytest.skip("needs fully_shard")
+    nn, distributed = torch.nn, torch.distributed
+    torch.manual_seed(0)
+    dense = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1))
+    sharded = copy.deepcopy(dense.eval().double())
+    x, mask = torch.randn(1, 3, 32, 32).double(), torch.zeros(1, 32, 32)
+    mask[0, 3:9, 3] = 1
+    meeting = f"file://{tmp_path}/meeting"
+    distributed.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
+    try:
+        mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
+        parts = [sharded] if root else [sharded[0], sharded[2], sharded]
+        for part in parts:
+            fsdp.fully_shard(part, mesh=mesh, reshard_after_forward=True)
+        found, expected = (st.sparsify(model, 16) for model in (sharded, dense))
+        with torch.no_grad():
+            for _ in range(3):
+                torch.testing.assert_close(found(x, mask), expected(x, mask))
+                for parameter in (*sharded.parameters(), *dense.parameters()):
+                    parameter.mul_(2)
+    finally:
+        distributed.destroy_process_group()

@@ -31,7 +31,7 @@ from .tape import Recorder
 from .taped import Tapes, may_tape
 from .trace import Trace, Traces
 from .trees import tree_flatten, tree_leaves, tree_map
-from .weights import Weights
+from .weights import Weights, is_sharded
 
 # Share of active blocks from which whole images, 0 outside active blocks, are faster than a stack.
 # Where CUDA kernels compute the stack they are faster at any share.
@@ -214,6 +214,7 @@ class SparseModel(Report, nn.Module):
     def _result(self, table, x, args=(), kwargs=None):
         """Return what the network returns, with stacks in place of images."""
         trained = self.training or torch.is_grad_enabled()
+        trained = trained or is_sharded(self.model)  # whose layers have weights while they run
         kept = Weights(keeps=False) if cuda.is_tracing() else self._weights
         if kept.keeps and not trained:
             kept.follow(self.model)

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import sys
 
 import torch
 
@@ -10,6 +11,8 @@ from . import casts
 from .layout import channels_last
 
 _COUNTER = "num_batches_tracked"  # the buffer of a batch norm that a batch in training adds 1 to
+
+_SHARDED = "FSDPModule", "FullyShardedDataParallel"  # of torch.distributed.fsdp
 
 
 class Weights:
@@ -161,6 +164,18 @@ class Weights:
             found[2][0].is_kept = True  # what is made of it may be kept beside it
             self.kept[key] = found
         return found[2]
+
+
+def is_sharded(model):
+    """Whether a part of a network is sharded by FSDP, which frees its weights once it has run.
+
+    Its weights are no longer there for what waits, and no version tells that others were gathered.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported: nothing is
+    if fsdp is None or not torch.distributed.is_initialized():
+        return False
+    kinds = tuple(getattr(fsdp, name) for name in _SHARDED if hasattr(fsdp, name))
+    return any(isinstance(module, kinds) for module in model.modules())
 
 
 def _slopes(parameter, count, to):
