@@ -277,7 +277,17 @@ def test_kernels_are_compiled_at_once(nvrtc, toy, cache, compiled, monkeypatch):
     assert len(compiled) == 3
     assert sorted(path.suffix for path in cache.iterdir()) == 3 * [".cubin"] + 3 * [".json"]
     assert [on_disk(f"toy<{n}>")[0].is_file() for n in (1, 2, 3)] == 3 * [True]
+    compile_ahead.compile_kernels({})
     assert len(compiled) == 3
+
+
+def test_a_kernel_that_does_not_compile_is_an_error_behind_the_others(
+    nvrtc, toy, cache, monkeypatch
+):
+    monkeypatch.setattr(compiling, "current_architecture", lambda: "sm_80")
+    with pytest.raises(Exception, match="absent"):
+        compile_ahead.compile_kernels([("toy", "absent", (1,)), ("toy", "toy", (1,))])
+    assert sorted(path.suffix for path in cache.iterdir()) == [".cubin", ".json"]
 
 
 def test_what_was_compiled_is_noted_on_disk(nvrtc, toy, cache, monkeypatch, forget):
@@ -289,7 +299,11 @@ def test_what_was_compiled_is_noted_on_disk(nvrtc, toy, cache, monkeypatch, forg
     assert not compile_ahead.Note("another").is_there()
     (toy / "toy.cu").write_text(TOY + "// changed\n")
     forget()
-    assert not compile_ahead.Note("a network").is_there()
+    changed = compile_ahead.Note("a network")
+    assert not changed.is_there()
+    shutil.rmtree(cache)  # as where there is no space
+    changed.write()
+    assert not changed.is_there()
 
 
 def test_the_cache_belongs_to_the_user_alone(cache):
@@ -597,3 +611,76 @@ def test_a_rehearsal_is_of_its_thread_alone(driver):
         launch()
         pool.submit(launch).result()
     assert len(driver.launches) == 1
+
+
+def test_a_rehearsal_within_another_ends_alone(driver):
+    outer, inner = Rehearsal(), Rehearsal()
+    with rehearsing(outer):
+        with rehearsing(inner):
+            kernels.prepare("stem", "a", (), 7, 256, 0, ())()
+        kernels.prepare("stem", "b", (), 7, 256, 0, ())()
+    assert [list(its.kernels) for its in (outer, inner)] == [
+        [("stem", "b", ())],
+        [("stem", "a", ())],
+    ]
+    assert not driver.launches
+
+
+def test_tensor_maps_of_a_launch_of_a_rehearsal(driver, monkeypatch):
+    described, made = [], ctypes.c_int64()
+    monkeypatch.setattr(kernels, "encode", lambda *given: described.append(given) or made)
+    array, its = SimpleNamespace(data=SimpleNamespace(ptr=16)), SimpleNamespace(array=0)
+    with rehearsing(Rehearsal()):
+        launch = kernels.prepare("stem", "mapped", (), 7, 256, 1, (), maps=(its,))
+    launch(array)
+    assert described == [(its, 16)] and len(driver.launches) == 1
+
+
+def test_a_launch_is_prepared_once_when_it_is_used(driver):
+    made = []
+
+    def prepare():
+        made.append(kernels.prepare("stem", "a", (), 7, 256, 0, ()))
+        return made[-1]
+
+    later = kernels.Later(prepare)
+    assert not made
+    for _ in range(2):
+        later()
+        later.on(55, [])
+    assert len(made) == 1 and len(driver.launches) == 4
+
+
+def test_a_rehearsal_tells_copies_by_their_file():
+    """They are made where kernels of that file are launched, and always when it is over."""
+    copied, asked = [], []
+    given, out = (
+        SimpleNamespace(
+            nbytes=nbytes,
+            data=SimpleNamespace(ptr=ptr, copy_from_device_async=lambda *its: copied.append(its)),
+        )
+        for ptr, nbytes in ((16, 8), (64, 4))
+    )
+
+    class Noted(Rehearsal):
+        def skips(self, stem, addresses):
+            asked.append((stem, *addresses))
+            return super().skips(stem, addresses)
+
+    with rehearsing(Noted(("lists",))):
+        kernels.copy_first("others", out, given)
+        assert not copied
+        kernels.copy_first("lists", out, given)
+    kernels.copy_first("others", out, given)
+    assert copied == 2 * [(given.data, 4)]
+    assert asked == [("others", 64, 16), ("lists", 64, 16)]
+
+
+def test_null_pointers_of_what_a_rehearsal_launches():
+    """Those that a kernel is not launched with are told of all its arrays."""
+    skipped, array = [], SimpleNamespace(data=SimpleNamespace(ptr=16))
+    rehearsal = SimpleNamespace(skips=lambda *given: skipped.append(given))
+    with rehearsing(rehearsal):
+        kernels.Later(lambda: kernels._NOTHING)(None, array)
+        kernels.Later(lambda: kernels._NOTHING).bound((None, array), (1,)).on(55, [16])
+    assert skipped == [(None, [0, 16]), (None, [16])]

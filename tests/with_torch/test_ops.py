@@ -1,6 +1,7 @@
 """sbnet_cupy.torch: the functions equal the core's on the same memory, and refuse bad input."""
 
 import importlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -169,6 +170,26 @@ def test_no_byte_is_copied_on_the_way_in_or_out(st, torch, device):
     tensor = to_tensor(native.compute(allocate, (y,)))
     assert tensor.data_ptr() == address(made[0]) and tensor.device == y.device
     assert tensor.shape == (5, 3) and (tensor == 7).all()
+
+
+def test_the_tensor_of_a_part_of_memory(torch):
+    """It is at the bytes of the part, of which there may be none."""
+    owner = torch.arange(48, dtype=torch.uint8)
+
+    def part(start, dtype, *shape):
+        values = np.empty(shape, dtype)
+        memory = SimpleNamespace(tensor=owner)
+        data = SimpleNamespace(ptr=owner.data_ptr() + start, mem=memory)
+        return SimpleNamespace(data=data, shape=shape, dtype=values.dtype, nbytes=values.nbytes)
+
+    for start, dtype, *shape in (
+        (16, "int16", 2, 3), (8, "uint8", 5), (0, "int32", 3, 4), (0, "float32", 0, 7),
+        (8, "int32"),
+    ):  # fmt: skip
+        tensor = to_tensor(part(start, dtype, *shape))
+        assert tensor.shape == tuple(shape) and tensor.dtype == getattr(torch, dtype)
+        if tensor.numel():
+            assert tensor.data_ptr() == owner.data_ptr() + start
 
 
 def test_out_and_in_place_write_the_callers_memory(st, torch, device):

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import random
+import sys
 import threading
 import types
 
@@ -37,6 +38,13 @@ class Joined(nn.Module):
         x = self.first(x).relu()
         x = self.down(torch.cat([self.left(x), self.right(x)], 1))
         return self.last(self.norm(x).relu())
+
+
+class Noise(nn.Module):
+    """Scales by a random number, which is made of nothing that a rehearsal does not know."""
+
+    def forward(self, x):
+        return x * torch.rand((), device=x.device)
 
 
 def parts(st, net=None):
@@ -91,8 +99,10 @@ def rehearsed(monkeypatch):
     return done, notes
 
 
-def test_the_first_call_of_a_kind_is_rehearsed(st, rehearsed):
-    """Once in all processes; of other shapes, dtypes, rows and modes of the network again."""
+def test_the_first_call_of_a_kind_is_rehearsed(st, rehearsed, monkeypatch):
+    """Once in all processes; of other shapes, dtypes, rows, modes and settings again."""
+    from sbnet_cupy.torch.network import rehearsal
+
     done, notes = rehearsed
     sparse, x, table, _ = parts(st)
     sparse.eval()
@@ -108,19 +118,59 @@ def test_the_first_call_of_a_kind_is_rehearsed(st, rehearsed):
     assert before() == 4  # gradients are recorded
     sparse.train()
     assert before() == 5
-    assert len(notes) == 5
+    table.rows += 1
+    assert before() == 6
+    with torch.backends.cudnn.flags(enabled=False):
+        assert before() == 7
+    assert len(notes) == 7
     sparse._rehearsals = type(sparse._rehearsals)()  # of another process
-    assert before() == 5
+    assert before() == 7
     notes.clear()
     sparse._rehearsals = type(sparse._rehearsals)()
     sparse.replay = False
-    assert before() == 5
+    assert before() == 7
     sparse.replay = "auto"
     with torch.utils._python_dispatch.TorchDispatchMode():
-        assert before(times=1) == 5
+        assert before(times=1) == 7
+    sparse._rehearsals = type(sparse._rehearsals)()
+    torch.func.grad(lambda one: before(times=1) * one)(torch.ones(()))
+    assert len(done) == 7
+    sparse._rehearsals = type(sparse._rehearsals)()
+    with monkeypatch.context() as patched:
+        patched.setattr(rehearsal, "capturing_stream", lambda like: 55)
+        assert before() == 7
     sparse._rehearsals = type(sparse._rehearsals)()
     sparse.model.first.register_forward_hook(lambda *given: None)
-    assert before() == 5
+    assert before() == 7
+
+
+def test_what_is_noted_of_rehearsals(st, rehearsed, monkeypatch):
+    """On disk the kind of a call, on whichever device of this kind; in memory a few of them."""
+    from sbnet_cupy.torch.network import rehearsal
+
+    monkeypatch.setattr(rehearsal, "_MOST", 2)
+    sparse, x, table, _ = parts(st)
+    with torch.no_grad():
+        for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float32):
+            sparse._rehearsals.before(sparse, x.to(dtype), table, 0.0)
+            assert 1 <= len(sparse._rehearsals._seen) <= 2
+    _, notes = rehearsed
+    assert len(notes) == 3 and not any("cpu" in note for note in notes)
+
+
+def test_the_first_call_in_evaluation_is_rehearsed_as_such(st, rehearsed, monkeypatch):
+    from sbnet_cupy.torch.network import rehearsal
+
+    first = []
+    monkeypatch.setattr(rehearsal, "rehearse", lambda run, device, launched: run())
+    monkeypatch.setattr(rehearsal, "_calls", lambda *given: first.append(given[-1]))
+    sparse, x, table, _ = parts(st)
+    for training, records in ((True, True), (True, False), (False, True), (False, False)):
+        with torch.set_grad_enabled(records):
+            sparse.train(training)._rehearsals.before(sparse, x, table, 0.0)
+    with torch.no_grad():
+        sparse._rehearsals.before(sparse, x.half(), table, 0.0)
+    assert first == [True, True, True, True, False]
 
 
 def test_a_module_that_does_not_print_is_rehearsed_in_each_process(st, rehearsed):
@@ -139,7 +189,7 @@ def test_a_rehearsal_leaves_no_trace(st, on_cpu, monkeypatch, training):
     """Of the network, its buffers, gradients, attributes and random numbers."""
     from sbnet_cupy.torch.network import onednn
 
-    sparse, *given = parts(st, nn.Sequential(Joined(), nn.Dropout(0.5)))
+    sparse, *given = parts(st, nn.Sequential(Joined(), nn.Dropout(0.5), Noise()))
     sparse.train(training)
     before, hooked = (copy.deepcopy(sparse.state_dict()), torch.get_rng_state()), []
     for parameter in sparse.parameters():
@@ -162,6 +212,68 @@ def test_a_rehearsal_leaves_no_trace(st, on_cpu, monkeypatch, training):
     assert torch.equal(torch.get_rng_state(), before[1])
     assert sparse.model[0].calls == 0 and not sparse._weights.kept
     assert all(p.grad is None for p in sparse.parameters()) and not hooked
+
+
+def test_a_rehearsal_calls_no_hooks_of_tensors(st, on_cpu):
+    seen = []
+
+    class Hooked(nn.Conv2d):
+        def forward(self, x):
+            y = super().forward(x)
+            y.register_hook(seen.append)
+            return y
+
+    sparse, x, table, outside = parts(st, Hooked(3, 4, 3, padding=1))
+    rehearse(sparse.train(), x, table, outside)
+    assert on_cpu == [{}] and not seen
+
+
+def test_gradients_of_a_rehearsal(st, monkeypatch):
+    """Of the image if it has one, and of all parameters that results depend on."""
+    from sbnet_cupy.torch.network import rehearsal
+
+    sparse, x, table, outside = parts(st)
+    seen = []
+
+    def run(self, table, x, outside):
+        seen.append(
+            (x.requires_grad, table.occupied, table.model is self.model is not sparse.model)
+        )
+        first, *_ = self.parameters()
+        first.register_hook(lambda grad: seen.append(tuple(grad.shape)))
+        return {"y": [x.sum() * first.sum()], "other": 3, "constant": torch.ones(1)}
+
+    monkeypatch.setattr(type(sparse), "_run", run)
+    weight, *_ = sparse.parameters()
+    for has_gradient in (True, False):
+        rehearsal._calls(sparse, x.requires_grad_(has_gradient), table, outside, True)
+        assert seen == [(has_gradient, True, True), tuple(weight.shape)]
+        seen.clear()
+    assert x.grad is None and weight.grad is None
+
+
+def test_what_a_rehearsal_shares_with_the_network(st):
+    """Only what its calls do not write to, and nothing that may have hooks."""
+    from sbnet_cupy.torch.network import rehearsal
+
+    sparse, *_ = parts(st)
+
+    def shares(is_first=False):
+        twin = rehearsal._twin(sparse, is_first)
+        assert twin._joins is sparse._joins and twin._weights is not sparse._weights
+        kinds = [its.parameters for its in (twin, sparse)], [its.buffers for its in (twin, sparse)]
+        same = [{a is b for a, b in zip(one(), other(), strict=True)} for one, other in kinds]
+        assert all(len(found) == 1 for found in same)
+        return [found.pop() for found in same]
+
+    assert shares() == [False, False]
+    with torch.no_grad():
+        assert shares() == [True, False]  # in training
+        sparse.eval()
+        assert shares(is_first=True) == [True, False]
+        assert shares() == [True, True]
+        sparse._replays.changes = 1
+        assert shares() == [True, False]
 
 
 def test_what_is_kept_of_weights_is_read_and_not_written(st):
@@ -198,13 +310,17 @@ def test_what_kernels_would_write_is_not_computed_with(st):
             table.index_select(0, torch.empty(3, dtype=torch.int64) - 7),  # which would raise
             functional.binary_cross_entropy(x / 0 - 1, x), total.add_(x[0, 0, 0, :4]) * 2,
         ]  # fmt: skip
+        result = torch.add(total, total, out=total)
+        made.append(x.to("cpu", torch.float16, copy=True))
+        last = x.to(memory_format=torch.channels_last) + 1
     assert all(not t.any() for t in made)
     assert [tuple(t.shape) for t in made] == [
         (2, 8, 6, 6), (), (2, 8, 6, 6), (7,), (2, 13, 6, 6), (2, 6, 6), (2, 6, 6), (2, 4, 6, 6),
-        (3, 4), (), (4,),
+        (3, 4), (), (4,), (2, 8, 6, 6),
     ]  # fmt: skip
     assert [made[4].dtype, made[6].dtype] == [torch.float16, torch.int64]
-    assert made[7].data_ptr() == x.data_ptr() and total.sum() == 4
+    assert last.is_contiguous(memory_format=torch.channels_last)
+    assert made[7].data_ptr() == x.data_ptr() and total.sum() == 4 and result is total
     assert known[1].sum() == 5 and torch.equal(known[0], known[2])
 
 
@@ -240,7 +356,7 @@ def test_kernels_are_launched_with_what_is_known_or_empty(st, monkeypatch):
         known = [points[1:] + 1, sites[1:] + 1]
         unknown = [features[1:] + 1, late[1:] + 1]
         features.fill_(2)
-        known.append(features[1:] + 1)
+        known += [features[1:] + 1, torch.empty(8).zero_() + 1]
         assert not mode.skips("lists", [features.data_ptr()])
         sites.copy_(late)
         assert mode.skips("lists", [sites.data_ptr()])
@@ -251,11 +367,62 @@ def test_kernels_are_launched_with_what_is_known_or_empty(st, monkeypatch):
     assert all(t.all() for t in known) and not any(t.any() for t in unknown)
 
 
+@pytest.mark.parametrize("is_known", [False, True])
+@pytest.mark.parametrize("launches", [False, True])
+def test_what_operators_of_this_package_return(st, is_known, launches):
+    """It is known where they knew what they were given, and launched all kernels."""
+    from sbnet_cupy.torch.network.rehearsal import Uncomputed
+
+    mode, x = Uncomputed(("lists",)), torch.ones(3)
+    if not is_known:
+        mode._forget(x.untyped_storage())
+
+    def operator(x, scale):
+        assert mode.skips("lists" if launches else "products", []) is not launches
+        return x * scale, None
+
+    operator.namespace, operator.is_view = "sbnet_cupy", False
+    operator._schema = types.SimpleNamespace(name="sbnet_cupy::operator")
+    y, nothing = mode.__torch_dispatch__(operator, (), (x,), {"scale": 2})
+    assert mode._is_unknown(y) is not (is_known and launches) and nothing is None
+
+
+def test_memory_that_operators_allocate(st):
+    """It holds zeros, and is known once a kernel that is launched has written it."""
+    from sbnet_cupy.torch.network.rehearsal import Uncomputed
+
+    mode, written, other = Uncomputed(("lists",)), torch.ones(4), torch.ones(4)
+    for tensor in (written, other):
+        mode.allocated(tensor)
+        assert not tensor.any() and mode._is_unknown(tensor)
+    assert not mode.skips("lists", [written.data_ptr()]) and not mode._is_unknown(written)
+    assert mode.skips("products", [other.data_ptr()])
+    assert mode.skips("lists", [other.data_ptr()]) and mode._is_unknown(other)
+
+
+def test_memory_for_kernels_is_noted(st, monkeypatch):
+    """That which CuPy gets of PyTorch, while a rehearsal lasts."""
+    from sbnet_cupy.core import torch_memory
+    from sbnet_cupy.core.rehearsal import Rehearsal, rehearsing
+
+    noted, empty, rehearsal = [], torch.empty, Rehearsal()
+    monkeypatch.setattr(rehearsal, "allocated", noted.append)
+    cuda = types.SimpleNamespace(MemoryPointer=lambda memory, start: memory)
+    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(torch, "empty", lambda size, *, dtype, device: empty(size, dtype=dtype))
+    monkeypatch.setattr(torch_memory, "_memory_class", lambda: lambda tensor: tensor)
+    torch_memory.allocate(8)
+    with rehearsing(rehearsal):
+        memory = torch_memory.allocate(16)
+    assert len(noted) == 1 and noted[0] is memory and memory.nbytes == 16
+
+
 def test_memory_that_is_gone_is_not_found(st):
     from sbnet_cupy.torch.network.rehearsal import _Memory
 
     memory, owner = _Memory(), torch.empty(64, dtype=torch.uint8)
     whole, start = owner.untyped_storage(), owner.data_ptr()
+    memory.add(whole)
     memory.add(whole)
     assert memory.at(start) is whole is memory.at(start + 63)
     assert memory.at(start + 64) is None is memory.at(start - 1)
@@ -269,7 +436,10 @@ def test_what_is_not_known_does_not_come_to_the_host(st):
 
     with Uncomputed(), pytest.raises(RuntimeError, match="meta"):
         torch.empty(1).item()
+    with Uncomputed(), pytest.raises(RuntimeError, match="moved from meta to cpu"):
+        torch.ones(3).copy_(torch.empty(3, device="meta"))
     assert _kept_on(torch.device("cuda", 1), None) == torch.device("cuda", 1)
+    assert _kept_on(torch.device("cuda", 1), "cuda:0") == torch.device("cuda", 0)
     with pytest.raises(RuntimeError, match="moved from cuda:1 to cpu"):
         _kept_on(torch.device("cuda", 1), "cpu")
 
