@@ -17,6 +17,7 @@ BAD = bad_calls.BAD + stack_bad_calls.BAD + site_bad_calls.BAD
 NUMPY_ONLY = re.compile(r"object|'U1'|'S3'|M8|masked_array")  # CuPy has no such arrays
 STRIDES = re.compile(r"::|asfortranarray")
 
+
 def give(xp, function, argument, value):
     """Hand the NumPy arrays in an argument to the library under test."""
     if isinstance(value, np.ndarray):
@@ -187,9 +188,10 @@ def test_weights_in_other_orders_are_told():
     sbnet_cupy.submanifold_conv(SITES, w.transpose(1, 2, 3, 0))
     with pytest.raises(ShapeError, match=r"if its axes are HWIO: use transpose\(3, 2, 0, 1\)"):
         sbnet_cupy.conv2d(X, np.ones((2, 2, 3, 4), np.float32), w_format="OIHW")
-    with pytest.raises(ShapeError) as error:  # in no order
-        sbnet_cupy.conv2d(X, np.ones((5, 5, 5, 5), np.float32))
-    assert "transpose" not in str(error.value)
+    for shape in ((5, 5, 5, 5), (0, 2, 3, 4)):  # in no order, and in that which is wanted
+        with pytest.raises(ShapeError) as error:
+            sbnet_cupy.conv2d(X, np.ones(shape, np.float32))
+        assert "transpose" not in str(error.value)
     weights = sbnet_cupy.BottleneckWeights.random(3, 2)
     turned = weights._map_arrays(lambda w: w.transpose(3, 2, 0, 1).copy() if w.ndim == 4 else w)
     with pytest.raises(ShapeError, match=r"weights.w1 must .* as in PyTorch: use transpose\(2, 3,"):
