@@ -195,6 +195,29 @@ def test_an_image_that_the_network_does_not_take_is_named(st, trained, share):
         failing(image().float(), mask)
 
 
+def test_errors_for_which_an_image_is_not_to_blame(st):
+    """Of other layers, of other classes, or of modules without weights to go by."""
+    from sbnet_cupy.torch.network.misfits import misfit
+
+    class Other(RuntimeError):
+        """One that says what is wrong itself."""
+
+    net, counts, x = nn.Conv2d(3, 4, 3), nn.Identity(), torch.ones(1, 3, 5, 5)
+    counts.register_parameter("n", nn.Parameter(torch.arange(3), requires_grad=False))
+    types, channels = "input type and bias type differ", "to have {} channels, but got {} channels"
+    for model, image, error in (
+        (net, x.half(), Other(types)), (net, x, Other(channels.format(4, 3))),
+        (net, x.half(), RuntimeError("something else")), (net, x, RuntimeError(types)),
+        (nn.ReLU(), x.half(), RuntimeError(types)), (counts, x.half(), RuntimeError(types)),
+        (net, x, RuntimeError(channels.format(3, 4))), (net, x, RuntimeError("of 3 channels")),
+    ):  # fmt: skip
+        assert misfit(model, image, error) is None
+    found = misfit(net, x.half(), RuntimeError(f"\n  {types}\nmore of it"))
+    assert isinstance(found, DTypeError) and str(found).endswith(f"PyTorch says: {types}")
+    found = misfit(net, x.half(), RuntimeError(channels.format(4, 3)))
+    assert isinstance(found, ShapeError) and "pass 4 channels" in str(found)
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated")
 @torch.no_grad()
 def test_a_module_of_torchscript_runs_at_each_call(st):
