@@ -4,6 +4,8 @@ Which blocks that makes active is told by loops over pixels; inside them the res
 one, outside it is 0, the base or the shortcut. In every library.
 """
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,6 +13,7 @@ from hypothesis import strategies as st_
 
 import sbnet_cupy as sb
 from sbnet_cupy import DeviceError, DTypeError, ShapeError
+from sbnet_cupy.block_sparse.from_mask import as_batch
 from support.adapter_cases import normal
 from support.assertions import assert_close, assert_same, to_numpy
 
@@ -277,6 +280,20 @@ def test_a_torch_mask_beside_native_images(xp, torch):
 # ------------------------------------------------------------------------------ what is refused
 
 
+def test_masks_of_narrow_images():
+    """An axis of one pixel is no channel, and three columns are no list of blocks."""
+    for h, w in ((5, 1), (1, 5), (1, 1), (5, 6)):
+        mask = np.arange(2 * h * w).reshape(2, h, w)
+        for shape in ((2, h, w), (2, 1, h, w), (2, h, w, 1)):
+            assert_same(as_batch("mask", mask.reshape(shape), (2, h, w)), mask)
+            assert_same(as_batch("mask", mask.reshape(shape), (None, h, w)), mask)
+    unknown = SimpleNamespace(shape=(None, 5, 6))  # as TensorFlow has them
+    assert as_batch("mask", unknown, (2, 5, 6)) is unknown
+    x, mask = X[:1, :, 4:7], MASK[0, :, 4:7]
+    expected = sb.sparse_conv2d(x, W, mask[None], bsize=4)
+    assert_same(sb.sparse_conv2d(x, W, mask, bsize=4), expected)
+
+
 def refuses(error, match, **changes):
     arguments = {"x": X, "w": W, "indices": MASK, "bsize": 4} | changes
     with pytest.raises(error, match=match):
@@ -290,6 +307,8 @@ def test_refusals():
     refuses(TypeError, "^bsize must be None where block_params is given", block_params=params)
     refuses(TypeError, "^block_params must be", bsize=None, block_params=(4, 4))
     refuses(TypeError, "^capacity must be None with a list", indices=active, capacity=4)
+    by_params = {"indices": active, "bsize": None, "block_params": params}
+    refuses(TypeError, "^capacity must be None with a list", **by_params, capacity=4)
     refuses(TypeError, "^block_params must be", indices=active, bsize=None)
     refuses(ShapeError, "^bsize must be a positive integer or a pair of them, got 0$", bsize=0)
     refuses(ShapeError, "^capacity", capacity=-1)

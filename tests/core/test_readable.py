@@ -37,6 +37,14 @@ def test_of_numpy(value, text):
 def test_of_pytorch(torch):
     for value in (TABLE, WEIGHTS, PACKED, UNIT):
         assert repr(value._map_arrays(torch.from_numpy)) == repr(value)
+    with torch._subclasses.FakeTensorMode() as mode:  # tensors without numbers
+        table = TABLE._map_arrays(lambda array: mode.from_tensor(torch.from_numpy(array)))
+        assert repr(table).startswith("BlockTable: grid (1, 32, 32), ")
+
+
+def test_of_a_table_without_a_count():
+    none = sb.BlockTable(np.zeros(0, np.int32), *TABLE._arrays()[1:], 2, 64)
+    assert repr(none).startswith("BlockTable: grid (1, 32, 32), ")
 
 
 def test_while_jax_traces_and_of_what_is_no_array(jax, sbj):

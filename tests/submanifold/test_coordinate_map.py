@@ -163,6 +163,20 @@ def test_select(xp, data):
             short.check()
 
 
+def test_what_the_list_lacked_of_which_sites_were_selected(xp):
+    """The check of the selected sites tells of it."""
+    rows = xp.asarray(np.array([[0, 1], [0, 2], [0, 9]], np.int32))
+    for size, capacity, match in ((4, 3, "must be inside"), (16, 2, "list that these were made")):
+        grid = {"spatial_shape": size, "batch_size": 1, "capacity": capacity}
+        sites, _ = sb.coordinate_map(rows, **grid)
+        mask = xp.asarray(np.arange(capacity) < 1)
+        for options in ({}, {"capacity": 2}):
+            chosen, _ = sites.select(mask, **options)
+            assert chosen.number() == 1
+            with pytest.raises(sb.CapacityError, match=match):
+                chosen.check()
+
+
 def test_select_says_what_is_wrong(xp):
     sites, _ = sb.coordinate_map(xp.asarray(np.array([[0, 1], [0, 5]], np.int32)), spatial_shape=8)
     with pytest.raises(sb.ShapeError, match=r"mask must have shape \(2,\)"):

@@ -80,11 +80,20 @@ def test_the_mask_of_one_image(xp):
     assert (table.image_size, table.grid.shape) == ((5, 9), (1, 2, 3))
 
 
+def test_the_mask_of_images_of_one_row():
+    """With its channel last it is not one of images of one column."""
+    mask = np.eye(5)[:, None, :, None]
+    table = block_table(mask, 2)
+    assert table.image_size == (1, 5) and table.grid.shape == (5, 1, 3)
+    assert_same(table.grid, block_table(mask[..., 0], 2).grid)
+
+
 def test_images_without_pixels(xp):
     for shape in ((0, 4, 4), (2, 0, 4), (2, 4, 0)):
         table = block_table(xp.asarray(np.ones(shape, bool)), 2)
         assert (table.count(), table.capacity, table.image_size) == (0, 0, shape[1:])
         assert table.density() == 0
+        assert block_table(table.active, 2, image_size=shape[1:]).image_size == shape[1:]
 
 
 def table_of(size, block=(4, 4)):
@@ -158,6 +167,12 @@ def test_stages_that_blocks_cannot_hold(call, message):
         call(table_of((8, 8)))
 
 
+def test_a_mask_of_other_dimensions_is_refused():
+    for shape in ((4,), (1, 1, 1, 4, 4)):
+        with pytest.raises(ShapeError, match="mask"):
+            block_table(np.ones(shape), 2)
+
+
 def test_a_flag_is_true_or_false():
     with pytest.raises(ValueError, match="ceil_mode must be True or False, got 'x'"):
         table_of((8, 8)).after_conv(3, 1, 1, ceil_mode="x")
@@ -179,6 +194,7 @@ def test_options_that_known_blocks_cannot_have():
     with pytest.raises(ShapeError, match="image_size"):
         block_table(active, 2, image_size=(5, 4))
     assert block_table(active, 2, image_size=(3, 4)).image_size == (3, 4)
+    assert block_table(active, 2, tol=0, avgpool=np.False_).count() == 4  # the defaults
     with pytest.raises(ValueError, match="image_size must be None for a mask"):
         block_table(np.ones((1, 4, 4)), 2, image_size=(4, 4))
 
