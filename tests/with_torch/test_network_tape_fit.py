@@ -191,6 +191,13 @@ def _written_slice(self, y):
     return y * gate
 
 
+def _padded_by_what_was_read(self, y):
+    """Pad by a number that a function before has read, which made no size of it."""
+    value = y.mean()
+    twice = 2 * value
+    return F.pad(y, (1, 1, 1, 1), value=value) + twice
+
+
 SHAPES = {
     "channels of a mask": _channels_of_a_mask,
     "a slice": lambda self, y: y[:, : _count(y)].sum(1, keepdim=True),
@@ -201,6 +208,7 @@ SHAPES = {
     "parts": lambda self, y: y.chunk(_count(y, 2), 1)[0].sum(1),
     "a dimension": lambda self, y: y.sum(1 + _count(y)).sum((1, 2)) * _count(y),
     "padding": lambda self, y: F.pad(y, (1, 1, 1, 1), value=y.mean()),
+    "padding by a number that was read": _padded_by_what_was_read,
     "nonzero": lambda self, y: y * len(torch.nonzero(y.mean((2, 3)) > 0)),
     "a mask": lambda self, y: y * y.mean((2, 3))[y.mean((2, 3)) > 0].numel(),
     "unique": lambda self, y: y * torch.unique((10 * y.mean((2, 3))).round()).shape[0],
