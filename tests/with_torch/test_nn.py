@@ -104,8 +104,10 @@ def test_base_activation_and_capacity(st, torch, device):
     seen = shown(torch, active, params, y.shape).expand_as(y)
     assert_same(y[~seen], base[~seen])
     assert (y[seen] >= 0).all() and (y[seen] > 0).any()
-    conv.capacity = 1.0
+    conv.capacity = 1.0  # of the blocks of all images
     assert_same(conv(x, mask, base=base).detach(), y)
+    active, _ = conv.active_blocks(x, mask)
+    assert active.capacity == len(x) * params.bcount[0] * params.bcount[1]
 
 
 def test_from_dense_shares_parameters_and_mode(st, torch):
