@@ -721,7 +721,7 @@ def test_capacities_of_the_network(torch, st, graphed, device, is_replayed):
             run.check()
 
 
-def test_other_lists_in_each_call(torch, st, graphed, device):
+def test_other_lists_in_each_call(torch, st, graphed, device, is_replayed):
     class Net(torch.nn.Module):
         def forward(self, rows, values):
             x = st.sparse_tensor(values, rows, spatial_shape=SHAPE, mode="mean")
@@ -730,6 +730,9 @@ def test_other_lists_in_each_call(torch, st, graphed, device):
     inputs = [points(torch, n, 0, device) for n in (60, 30)]
     with pytest.raises(RuntimeError, match="as many lists of sites in each call, got 1 and 2"):
         graphed(Net(), inputs)
+    if is_replayed:  # where rows without a point come to those of an input
+        with pytest.raises(RuntimeError, match="in each call, got 2 and 1"):
+            graphed(Net(), inputs[1:], slack=1)
     assert isinstance(st.sparse_tensor(inputs[0][1], inputs[0][0], mode="sum"), sb.SparseTensor)
 
 

@@ -89,14 +89,18 @@ class Rooms:
 
     @contextlib.contextmanager
     def _call(self, how, keeps=False):
-        before, _CALL.rooms, made = getattr(_CALL, "rooms", None), self, None
+        before, _CALL.rooms = getattr(_CALL, "rooms", None), self
         self._begin(how, keeps)
         try:
             yield
-            made = len(self._made)
+            self._check_number()
         finally:
             _CALL.rooms = before
             self._begin(None)
+
+    def _check_number(self):
+        """Raise unless this call has made as many lists as those before it."""
+        made = len(self._made)
         if self._number is None:
             self._number = made
         elif made != self._number:
@@ -150,7 +154,8 @@ class Rooms:
         self._samples[number] = None if None in samples else max(samples)
 
     def seen(self, like):
-        """Return what the last call had, int32: the sites of each list, points lost, and twice."""
+        """Return what the call had, int32: the sites of each list, points lost, and twice."""
+        self._check_number()
         none = torch.zeros(1, dtype=torch.int32, device=like.device)
         lost, twice = (torch.stack(x).sum(0, dtype=torch.int32) if x else none
                        for x in (self._lost, self._twice))  # fmt: skip
