@@ -8,6 +8,7 @@ from ..core.checks import check_contiguous
 from ..core.compile import cpp_name
 from .site_kernels import by_kernels
 
+COUNTS = "one", "volume", "active"  # what sums are divided by, as site_pool.cu numbers them
 _FILE = "submanifold/site_pool"
 _THREADS = 256
 _MOST_LANES = 32
@@ -21,12 +22,11 @@ def has_kernel(features, *tables):
 def prepare_pool(features, rows, valid, out, how, floor=None):
     """Prepare the launch that takes features, rows, valid and out, of these specs.
 
-    ``how`` is "largest", of which ``floor`` is the least or None, or what sums are divided by:
-    "one", "volume" or "active".
+    ``how`` is "largest", of which ``floor`` is the least or None, or one of COUNTS.
     """
     _check(features=features, rows=rows, valid=valid, out=out)
     largest = how == "largest"
-    number = int(floor is not None) if largest else ("one", "volume", "active").index(how)
+    number = int(floor is not None) if largest else COUNTS.index(how)
     vector, width, lanes = _vectors(features, out)
     template = cpp_name(features.dtype, "features"), f"Bytes<{vector}>::type", largest
     taps, m = rows.shape

@@ -13,9 +13,7 @@ from ..core.operator import Operator, Plan
 from ..dense.conv2d import check_choice
 from .feature_rows import check_rows, reads
 from .site_conv import add, take
-from .site_pool_launch import has_kernel, prepare_pool
-
-COUNTS = ("one", "volume", "active")
+from .site_pool_launch import COUNTS, has_kernel, prepare_pool
 
 
 def sum_rows(features, rows):

@@ -96,10 +96,10 @@ class _Run:
         self.samples = max(1, *map(layer.least_samples, inputs))
         self.room = math.ceil(max(len(points[0]) for points in inputs) * (1 + slack))
         self._settings = settings_of(net, features)
-        self._measure(inputs, slack)
+        self._prepare(inputs, slack)
 
-    def _measure(self, inputs, slack):
-        """Call the network with the inputs, to see how many sites its layers have."""
+    def _prepare(self, inputs, slack):
+        """Call the network with the inputs: errors that calls would raise come now."""
         measured(self.net, inputs, slack)
 
     def __call__(self, points):
@@ -149,8 +149,8 @@ class _Run:
 class _OfPoints(_Run):
     """The same by a graph, on a GPU."""
 
-    def _measure(self, inputs, slack):
-        """The same, and capture the graph; its kernels are compiled before."""
+    def _prepare(self, inputs, slack):
+        """See how many sites the layers have, and capture the graph; compile its kernels before."""
         net, tensors = self.net, self._tensors_of(inputs[0])
 
         def call_of(net):
