@@ -12,7 +12,7 @@ On a CPU the rows are ratios of one run.
 import numpy as np
 
 import sbnet_cupy as sb
-from benchmarks.harness.rows import OURS, SAME_INPUTS, Ratio, Row, Writer
+from benchmarks.harness.rows import OURS, Ratio, Row
 from benchmarks.harness.timing import Contender, CupyClock, HostClock, TorchClock, WallClock
 from benchmarks.submanifold import command, scenes
 from benchmarks.submanifold.peers import spconv_maps
@@ -140,16 +140,7 @@ def _turned(made, source, target):
 
 def main(arguments=None):
     """Time all scenes; print and write their rows."""
-    options = command.parser_of(__doc__, FILE).parse_args(arguments)
-    listed, cupy, torch, columns, folder = command.start(
-        options, scenes.standard(options.quick), "this compares with PyTorch"
-    )
-    measure, kind = (_on_cpu, Ratio) if options.cpu else (_on_gpu, Row)
-    with Writer(folder / FILE, kind, keep=True) as writer:
-        for scene in listed:
-            for row in measure(cupy, torch, scene, columns, options.quick):
-                writer.write(row)
-    return 0
+    return command.compare(__doc__, FILE, arguments, list, _on_cpu, _on_gpu)
 
 
 def _on_cpu(_, torch, scene, columns, quick):
@@ -157,9 +148,7 @@ def _on_cpu(_, torch, scene, columns, quick):
     case = Case(np, scene, waits=True)
     plain = Plain(torch, case, "cpu")
     check(case, plain)
-    shown = {key: columns[key] for key in ("torch", "numpy", "commit")}
-    threads = torch.get_num_threads()
-    note = f"{SAME_INPUTS}; {threads} thread{'s' * (threads > 1)}"
+    shown = command.ratio_columns(torch, columns)
     for variant, op in OPS.items():
         contenders = [
             Contender(name, [getattr(found, variant)])
@@ -168,9 +157,9 @@ def _on_cpu(_, torch, scene, columns, quick):
         theirs = WallClock(quick).time_all(contenders)[1]
         print(f"{scene.name:>16} {variant:>8}: {theirs.ratio:5.2f} of PyTorch's time", flush=True)
         yield Ratio(
-            cpu=columns["gpu"], **shown, op=op, suite=scene.name, shape=scene.size, dtype="int32",
+            **shown, op=op, suite=scene.name, shape=scene.size, dtype="int32",
             block="3" if op == "kernel_map" else "", mask="", variant=variant, implementation=TORCH,
-            note=note, ratio=theirs.ratio, ratio_p90=theirs.ratio_p90,
+            ratio=theirs.ratio, ratio_p90=theirs.ratio_p90,
         )  # fmt: skip
 
 

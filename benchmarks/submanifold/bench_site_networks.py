@@ -17,7 +17,7 @@ import time
 
 import numpy as np
 
-from benchmarks.harness.rows import OURS, SAME_INPUTS, Ratio, Row, Writer
+from benchmarks.harness.rows import OURS, Ratio, Row, Writer
 from benchmarks.harness.timing import Contender, HostClock, TorchClock, WallClock, spread
 from benchmarks.submanifold import command, networks, scenes
 from benchmarks.submanifold.peers import kernel_time
@@ -164,9 +164,7 @@ def _on_cpu(torch, name, scene, columns, quick):
     """Yield our times over PyTorch's, in the same rounds."""
     case = Case(torch, name, scene, "cpu", torch.float32)
     case.check()
-    shown = {key: columns[key] for key in ("torch", "numpy", "commit")}
-    threads = torch.get_num_threads()
-    note = f"{SAME_INPUTS}; {threads} thread{'s' * (threads > 1)}"
+    shown = command.ratio_columns(torch, columns)
     for variant, call in (("forward", case.forward), ("forward and backward", case.step)):
         contenders = [
             Contender(library, [lambda call=call, library=library: call(library)])
@@ -178,10 +176,9 @@ def _on_cpu(torch, name, scene, columns, quick):
             print(f"{scene.name:>16} {name:>7} {variant:>20}: {timing.ratio:5.2f} of the time of "
                   f"{contender.name}", flush=True)  # fmt: skip
             yield Ratio(
-                cpu=columns["gpu"], **shown, op="site_network", suite=scene.name, shape=scene.size,
-                dtype="float32", block="3", mask="", variant=f"{name}, {variant}",
-                implementation=contender.name, note=note, ratio=timing.ratio,
-                ratio_p90=timing.ratio_p90,
+                **shown, op="site_network", suite=scene.name, shape=scene.size, dtype="float32",
+                block="3", mask="", variant=f"{name}, {variant}", implementation=contender.name,
+                ratio=timing.ratio, ratio_p90=timing.ratio_p90,
             )  # fmt: skip
 
 

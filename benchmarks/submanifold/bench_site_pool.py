@@ -13,9 +13,9 @@ import itertools
 import numpy as np
 
 import sbnet_cupy as sb
-from benchmarks.harness.rows import OURS, SAME_INPUTS, Ratio, Row, Writer
+from benchmarks.harness.rows import OURS, Ratio, Row
 from benchmarks.harness.timing import Contender, CupyClock, TorchClock, WallClock
-from benchmarks.submanifold import command, scenes
+from benchmarks.submanifold import command
 from benchmarks.submanifold.torch_sites import pairs_of
 
 FILE = "site_pool.csv"
@@ -120,17 +120,11 @@ def host(array):
 
 def main(arguments=None):
     """Time all scenes; print and write their rows."""
-    options = command.parser_of(__doc__, FILE).parse_args(arguments)
-    listed, cupy, torch, columns, folder = command.start(
-        options, scenes.standard(options.quick), "this compares with PyTorch"
-    )
-    measure, kind = (_on_cpu, Ratio) if options.cpu else (_on_gpu, Row)
-    with Writer(folder / FILE, kind, keep=True) as writer:
-        for scene, channels, window in itertools.product(listed, CHANNELS, WINDOWS):
-            given = scene, channels, window
-            for row in measure(cupy, torch, given, columns, options.quick):
-                writer.write(row)
-    return 0
+    return command.compare(__doc__, FILE, arguments, _cases, _on_cpu, _on_gpu)
+
+
+def _cases(listed):
+    return itertools.product(listed, CHANNELS, WINDOWS)
 
 
 def _named(case, variant):
@@ -146,9 +140,7 @@ def _on_cpu(_, torch, given, columns, quick):
     case = Case(np, *given, np.float32)
     plain = Plain(torch, case, "cpu")
     check(case, plain)
-    shown = {key: columns[key] for key in ("torch", "numpy", "commit")}
-    threads = torch.get_num_threads()
-    note = f"{SAME_INPUTS}; {threads} thread{'s' * (threads > 1)}"
+    shown = command.ratio_columns(torch, columns)
     for variant in OPS:
         contenders = [
             Contender(name, [lambda found=found, variant=variant: found.call(variant)])
@@ -156,8 +148,8 @@ def _on_cpu(_, torch, given, columns, quick):
         ]
         theirs = WallClock(quick).time_all(contenders)[1]
         yield Ratio(
-            cpu=columns["gpu"], **shown, **_named(case, variant), implementation=TORCH, note=note,
-            ratio=theirs.ratio, ratio_p90=theirs.ratio_p90,
+            **shown, **_named(case, variant), implementation=TORCH, ratio=theirs.ratio,
+            ratio_p90=theirs.ratio_p90,
         )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from benchmarks.harness import machine
+from benchmarks.harness.rows import SAME_INPUTS, Ratio, Row, Writer
 from benchmarks.submanifold import scenes
 
 
@@ -34,3 +35,29 @@ def start(options, listed, needs_torch):
     cupy = None if options.cpu else __import__("cupy")
     columns = machine.describe(cupy, torch)
     return listed, cupy, torch, columns, machine.results_folder(columns, options.cpu, options.out)
+
+
+def compare(doc, file, arguments, cases_of, on_cpu, on_gpu):
+    """Time operations beside PyTorch's; print and write their rows.
+
+    ``cases_of`` makes the cases of a list of scenes. Of each one ``on_cpu`` or ``on_gpu`` yields
+    the rows: of CuPy or None, PyTorch, the case, the columns of all rows, and whether to be quick.
+    """
+    options = parser_of(doc, file).parse_args(arguments)
+    listed, cupy, torch, columns, folder = start(
+        options, scenes.standard(options.quick), "this compares with PyTorch"
+    )
+    measure, kind = (on_cpu, Ratio) if options.cpu else (on_gpu, Row)
+    with Writer(folder / file, kind, keep=True) as writer:
+        for case in cases_of(listed):
+            for row in measure(cupy, torch, case, columns, options.quick):
+                writer.write(row)
+    return 0
+
+
+def ratio_columns(torch, columns):
+    """Return what all ratios of a run on a CPU say: of what machine, and by how many threads."""
+    threads = torch.get_num_threads()
+    note = f"{SAME_INPUTS}; {threads} thread{'s' * (threads > 1)}"
+    shown = {key: columns[key] for key in ("torch", "numpy", "commit")}
+    return {"cpu": columns["gpu"], **shown, "note": note}

@@ -13,7 +13,7 @@ from ..core.graph_memory import memory_of_graphs
 from ..core.operator import Operator, Plan
 from ..dense.conv2d import check_choice
 from .feature_rows import check_rows
-from .site_kernels import by_kernels
+from .site_kernels import by_kernels, lanes_of
 
 _AT_ONCE = 32  # rows of a site, on a CPU
 
@@ -58,9 +58,9 @@ def _plan_kernel(features, listed, results, mode):
         check_contiguous(name, spec)
     n, channels = features.shape
     sites = results[0].shape[0]
-    lanes = min(32, 1 << max(channels - 1, 0).bit_length())
+    template = cpp_name(features.dtype, "features"), lanes_of(channels)
     launch = kernels.prepare(
-        "submanifold/reduce_features", "sum_rows", (cpp_name(features.dtype, "features"), lanes),
+        "submanifold/reduce_features", "sum_rows", template,
         -(-sites // 8), 256, 5, (n, sites, channels, int(mode == "mean")), dependent=True,
     )  # fmt: skip
     return Plan(results, launch, launch=launch, operands=(0, 1, 2, 3, 4))

@@ -12,6 +12,7 @@ from ..core.arrays import compute_dtype, empty, namespace, place_name, vector_by
 from ..core.compile import cpp_name
 from ..core.spec import spec_of
 from .site_conv_grad_launch import prepare_sums
+from .site_kernels import lanes_of
 
 _THREADS, _AT_ONCE = 256, 4  # those of relu_grad.cu
 _GROUPS = 512  # of rows, at most
@@ -54,7 +55,7 @@ def prepare_relu_grad(m, channels, pitch, dtype, alignments, place):
     item = dtype.itemsize
     vector = max(vector_bytes(channels * item, pitch * item, *alignments), item)
     width = channels * item // vector
-    lanes = min(32, 1 << (width - 1).bit_length())
+    lanes = lanes_of(width)
     rows = _THREADS // lanes * _AT_ONCE
     each = -(-m // (rows * _GROUPS)) * rows
     grid = (-(-m // each), -(-width // lanes))

@@ -1,7 +1,14 @@
-"""Whether operations at sites use their own CUDA kernels, or array operations."""
+"""Whether operations at sites use their own CUDA kernels, and how threads share rows there."""
 
 from ..core.arrays import is_cupy
 from ..core.spec import ArraySpec
+
+_WARP = 32
+
+
+def lanes_of(width):
+    """Return how many threads of a warp stand side by side on a row of so many vectors."""
+    return min(_WARP, 1 << max(width - 1, 0).bit_length())
 
 
 def by_kernels(array):

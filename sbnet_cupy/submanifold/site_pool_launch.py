@@ -6,12 +6,11 @@ from ..core import launch as kernels
 from ..core.arrays import vector_bytes
 from ..core.checks import check_contiguous
 from ..core.compile import cpp_name
-from .site_kernels import by_kernels
+from .site_kernels import by_kernels, lanes_of
 
 COUNTS = "one", "volume", "active"  # what sums are divided by, as site_pool.cu numbers them
 _FILE = "submanifold/site_pool"
 _THREADS = 256
-_MOST_LANES = 32
 
 
 def has_kernel(features, *tables):
@@ -60,7 +59,7 @@ def _vectors(*specs):
     row = specs[0].shape[1] * specs[0].dtype.itemsize
     vector = vector_bytes(row, *(spec.alignment for spec in specs if spec is not None))
     width = row // vector
-    return vector, width, min(_MOST_LANES, 1 << max(width - 1, 0).bit_length())
+    return vector, width, lanes_of(width)
 
 
 def _blocks(rows, lanes):
