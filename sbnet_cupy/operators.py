@@ -25,7 +25,7 @@ from .dense.affine_grad import AFFINE_GRAD
 from .dense.conv2d import CONV2D
 from .dense.conv2d_grad import CONV2D_GRAD
 from .submanifold.reduce_features import REDUCE_FEATURES
-from .submanifold.sample_pool import SAMPLE_ARGMAX, SAMPLE_SUM
+from .submanifold.sample_pool import SAMPLE_ARGMAX, SAMPLE_MAX, SAMPLE_SUM
 from .submanifold.site_conv import SITE_CONV
 from .submanifold.site_conv_grad import SITE_WEIGHT_GRAD
 from .submanifold.site_features_grad import SITE_FEATURES_GRAD
@@ -71,6 +71,7 @@ OPERATORS = {
         SITE_MAX_GRAD,
         SITE_MAX_TANGENT,
         SAMPLE_SUM,
+        SAMPLE_MAX,
         SAMPLE_ARGMAX,
     )
 }

@@ -1,11 +1,11 @@
-"""sparse_max_pool and sparse_avg_pool at sites, and their gradients, with the map found before.
+"""sparse_max_pool, sparse_avg_pool and global_pool at sites, with the map found before.
 
     python -m benchmarks.submanifold.bench_site_pool [--cpu] [--scan FILE.bin] [--out FOLDER]
 
 Windows are 2^d cells with a stride of 2, and 3^d with a stride of 2 and padding 1. Gradients go to
 all of equal largest values, as PyTorch's. Beside them run the same poolings in plain PyTorch, by a
-list of pairs of rows. On a GPU features are float16, on a CPU float32 and rows are ratios of one
-run.
+list of pairs of rows. Global pooling is of one sample, of which PyTorch reduces all rows. On a GPU
+features are float16, on a CPU float32 and rows are ratios of one run.
 """
 
 import itertools
@@ -19,16 +19,20 @@ from benchmarks.submanifold import command
 from benchmarks.submanifold.torch_sites import pairs_of
 
 FILE = "site_pool.csv"
-TORCH = "torch, pairs of rows"
+TORCH, TORCH_ROWS = "torch, pairs of rows", "torch, all rows"
 DEVICE = "cuda"  # of PyTorch's tensors, in a run on a GPU
 CHANNELS = (32, 128)
 WINDOWS = {"2": (2, 0), "3": (3, 1)}  # kernel, padding; the stride is 2
+WHOLE = "sample"  # in place of a window: global pooling
 OPS = {"max": "sparse_max_pool", "average": "sparse_avg_pool",
        "max, gradient": "sparse_max_pool_grad"}  # fmt: skip
+GLOBAL = {"max": "global_pool", "average": "global_pool"}
 
 
 class Case:
     """Features at the sites of a scene, and a window."""
+
+    ops = OPS
 
     def __init__(self, xp, scene, channels, window, dtype):
         self.scene, self.window, self.dtype = scene, window, np.dtype(dtype)
@@ -38,12 +42,15 @@ class Case:
             xp.asarray(features), xp.asarray(scene.rows), spatial_shape=scene.spatial_shape,
             batch_size=1,
         )  # fmt: skip
-        kernel, padding = WINDOWS[window]
+        self.rows = self._find_rows()  # that each row of a result reads, tap by tap
+        shape = 1 if self.rows is None else self.rows.shape[1], channels
+        self.grad = xp.asarray(rng.standard_normal(shape).astype(dtype))
+
+    def _find_rows(self):
+        kernel, padding = WINDOWS[self.window]
         self.options = {"kernel_size": kernel, "stride": 2, "padding": padding}
         self.options["capacity"] = self.max().coordinates.capacity
-        self.map = sb.kernel_map(self.x, **self.options)
-        shape = self.map.target.capacity, channels
-        self.grad = xp.asarray(rng.standard_normal(shape).astype(dtype))
+        return sb.kernel_map(self.x, **self.options).rows
 
     @property
     def nbytes(self):
@@ -67,13 +74,37 @@ class Case:
         return sb.sparse_max_pool_grad(self.grad, self.x, ties="all", **self.options)
 
 
+class GlobalCase(Case):
+    """The same features, of which the largest, or the average, of a whole sample is taken."""
+
+    ops = GLOBAL
+
+    def _find_rows(self):
+        return None
+
+    def max(self):
+        """Return the largest value of each sample."""
+        return sb.global_pool(self.x)
+
+    def average(self):
+        """Return the average of each sample."""
+        return sb.global_pool(self.x, "mean")
+
+
 class Plain:
     """The same of a Case in plain PyTorch."""
 
+    name = TORCH
+
     def __init__(self, torch, case, device):
         self.torch = torch
-        given = case.x.features, case.grad, case.map.rows
-        self.x, self.grad, rows = (torch.from_numpy(host(array)).to(device) for array in given)
+        arrays = case.x.features, case.grad
+        self.x, self.grad = (torch.from_numpy(host(array)).to(device) for array in arrays)
+        if case.rows is not None:
+            self._list_pairs(torch.from_numpy(host(case.rows)).to(device))
+
+    def _list_pairs(self, rows):
+        torch = self.torch
         read, out = zip(*pairs_of(rows), strict=True)
         self.read, self.out = torch.cat(read).long(), torch.cat(out)
         self.into = self.out[:, None].expand(-1, self.x.shape[1])
@@ -100,9 +131,30 @@ class Plain:
         return self.torch.zeros_like(self.x).index_add(0, self.read, share)
 
 
+class GlobalPlain(Plain):
+    """The same of a GlobalCase."""
+
+    name = TORCH_ROWS
+
+    def max(self):
+        """Return the largest value of all rows."""
+        return self.x.amax(0, keepdim=True)
+
+    def average(self):
+        """Return the average of all rows."""
+        return self.x.mean(0, keepdim=True)
+
+
+def both_of(xp, torch, device, scene, channels, window, dtype):
+    """Return the case of a window, or of a whole sample, and the same in plain PyTorch."""
+    kinds = (GlobalCase, GlobalPlain) if window == WHOLE else (Case, Plain)
+    case = kinds[0](xp, scene, channels, window, dtype)
+    return case, kinds[1](torch, case, device)
+
+
 def check(case, plain):
     """Raise unless both give the same, within the rounding of sums."""
-    for variant in OPS:
+    for variant in case.ops:
         ours, theirs = case.call(variant), plain.call(variant).cpu().numpy().astype(np.float64)
         ours = host(getattr(ours, "features", ours)).astype(np.float64)
         rounding = 64 * np.finfo(case.dtype).eps  # of 27 numbers, in two orders
@@ -124,31 +176,30 @@ def main(arguments=None):
 
 
 def _cases(listed):
-    return itertools.product(listed, CHANNELS, WINDOWS)
+    return itertools.product(listed, CHANNELS, (*WINDOWS, WHOLE))
 
 
 def _named(case, variant):
     shape = f"{case.scene.size}, {case.x.channels} channels"
     return {
-        "op": OPS[variant], "suite": case.scene.name, "shape": shape, "dtype": case.dtype.name,
+        "op": case.ops[variant], "suite": case.scene.name, "shape": shape, "dtype": case.dtype.name,
         "block": case.window, "mask": "", "variant": variant,
     }  # fmt: skip
 
 
 def _on_cpu(_, torch, given, columns, quick):
     """Yield our times over PyTorch's, in the same rounds."""
-    case = Case(np, *given, np.float32)
-    plain = Plain(torch, case, "cpu")
+    case, plain = both_of(np, torch, "cpu", *given, np.float32)
     check(case, plain)
     shown = command.ratio_columns(torch, columns)
-    for variant in OPS:
+    for variant in case.ops:
         contenders = [
             Contender(name, [lambda found=found, variant=variant: found.call(variant)])
-            for name, found in ((OURS, case), (TORCH, plain))
+            for name, found in ((OURS, case), (plain.name, plain))
         ]
         theirs = WallClock(quick).time_all(contenders)[1]
         yield Ratio(
-            **shown, **_named(case, variant), implementation=TORCH, ratio=theirs.ratio,
+            **shown, **_named(case, variant), implementation=plain.name, ratio=theirs.ratio,
             ratio_p90=theirs.ratio_p90,
         )  # fmt: skip
 
@@ -157,14 +208,13 @@ def _on_gpu(cupy, torch, given, columns, quick):
     """Yield the rows of a scene, with some channels and a window."""
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
-        case = Case(cupy, *given, np.float16)
-        plain = Plain(torch, case, DEVICE)
+        case, plain = both_of(cupy, torch, DEVICE, *given, np.float16)
         check(case, plain)
         clocks = CupyClock(cupy, stream, quick), TorchClock(torch, quick)
-        for variant in OPS:
-            for name, found, clock in ((OURS, case, clocks[0]), (TORCH, plain, clocks[1])):
+        for variant in case.ops:
+            for name, found, clock in ((OURS, case, clocks[0]), (plain.name, plain, clocks[1])):
                 calls = [lambda found=found, variant=variant: found.call(variant)]
-                call = Contender(name, calls, clock="torch" if name == TORCH else "")
+                call = Contender(name, calls, clock="" if name == OURS else "torch")
                 timing = clock.time(call, case.nbytes)
                 yield _row(columns, case, variant, name, timing)
 

@@ -149,5 +149,3 @@ def calc_block_params_res_block(in_size, bsize, ksize_list, strides=(1, 1), padd
     kernels = [kernel_pair(ksize, "ksize_list") for ksize in ksize_list]
     effective = tuple(1 + sum(k[axis] - 1 for k in kernels) for axis in (0, 1))
     return calc_block_params(in_size, bsize, effective, strides, padding)
-
-

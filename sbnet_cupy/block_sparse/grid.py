@@ -85,5 +85,3 @@ def resolve_layout(x, data_format, transpose):
     if w * c > _LARGEST or h > _LARGEST:
         raise ShapeError(f"x must have under 2**31 elements a row and 2**31 rows, got {x.shape}")
     return Layout(n, h, w, c, last, last != bool(transpose))
-
-

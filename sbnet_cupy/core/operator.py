@@ -106,7 +106,8 @@ class Operator:
     name : str
         Name of the public function.
     arrays, options : tuple of str
-        Names of the arguments, in the order in which everything here takes them.
+        Names of the arguments, in the order in which everything here takes them. A single result
+        has the dtype of the first array: PyTorch's adapter allocates it so.
     infer, plan : function
         Of specs and options: the specs of the results, and the :class:`Plan`.
     results : tuple of str

@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from ..core.arrays import array_function, compute_dtype, is_cupy, namespace
+from ..core.arrays import array_function, compute_dtype, namespace
 from ..core.graph_memory import memory_of_graphs
 from ..dense.conv2d import check_choice
 from ..errors import ShapeError
-from .sample_pool import SAMPLE_ARGMAX, SAMPLE_SUM
+from .sample_pool import SAMPLE_ARGMAX, SAMPLE_MAX, SAMPLE_SUM
 from .site_conv import valid_rows
 from .sparse_tensor import check_float_tensor, check_grad
 
@@ -21,7 +21,7 @@ def global_pool(x, reduce="max"):
         Of a known batch size.
     reduce : "max", "mean" or "sum"
         What is computed, over the sites of the sample. Sums are in float32 (float64 for float64),
-        in the order of the rows.
+        in a fixed order.
 
     Returns
     -------
@@ -44,20 +44,8 @@ def global_pool(x, reduce="max"):
     (array([3., 2., 0.]), array([2., 2., 0.]))
     """
     batch = _samples(x, reduce)
-    features, sample = x.features, _sample_of(x)
-    xp, wide = namespace(features), compute_dtype(features.dtype)
-    with memory_of_graphs(features), np.errstate(all="ignore"):
-        if reduce == "max":
-            if not len(features):
-                return xp.zeros((batch, x.channels), features.dtype)
-            winner = SAMPLE_ARGMAX((sample, features, None), (batch,))
-            values = xp.take_along_axis(features, xp.maximum(winner, 0).astype(np.int64), axis=0)
-            values = xp.where(winner >= 0, values, features.dtype.type(0))
-            return values.astype(features.dtype, copy=False)  # CuPy makes float32 of bfloat16
-        total = SAMPLE_SUM((features.astype(wide, copy=False), sample, None), (batch,))
-        if reduce == "mean" and batch:
-            total /= xp.maximum(_numbers(sample, batch), 1)[:, None].astype(wide)
-        return total.astype(features.dtype, copy=False)
+    arrays = x.features, sample_of(x.coordinates), None
+    return SAMPLE_MAX(arrays, (batch,)) if reduce == "max" else SAMPLE_SUM(arrays, (batch, reduce))
 
 
 @array_function
@@ -92,13 +80,13 @@ def global_pool_grad(grad_y, x, reduce="max"):
     batch = _samples(x, reduce)
     check_grad(grad_y, x, (batch, x.channels))
     xp, wide = namespace(grad_y), compute_dtype(grad_y.dtype)
-    sample = _sample_of(x)
+    sample = sample_of(x.coordinates)
     if not len(sample) or not batch:
         return xp.zeros(x.features.shape, grad_y.dtype)
     with memory_of_graphs(grad_y), np.errstate(all="ignore"):
         share = grad_y.astype(wide, copy=False)
         if reduce == "mean":
-            share = share / xp.maximum(_numbers(sample, batch), 1)[:, None].astype(wide)
+            share = share / divisors_of(x.coordinates).astype(wide)
         mine = (sample >= 0)[:, None]
         if reduce == "max":
             winner = SAMPLE_ARGMAX((sample, x.features, None), (batch,))
@@ -106,19 +94,29 @@ def global_pool_grad(grad_y, x, reduce="max"):
         return xp.where(mine, share[sample], wide.type(0)).astype(grad_y.dtype)
 
 
-def _sample_of(x):
-    """Return the sample of each row, -1 for rows that are no site, or of no sample."""
-    sample = x.indices[:, 0]
-    real = valid_rows(x.coordinates) & (sample >= 0) & (sample < x.batch_size)
-    return namespace(x.indices).where(real, sample, np.int32(-1))
+def sample_of(coordinates):
+    """Return the sample of each row, -1 for rows that are no site, or of no sample; kept."""
+
+    def find():
+        sample = coordinates.indices[:, 0]
+        with memory_of_graphs(sample):
+            real = valid_rows(coordinates) & (sample >= 0) & (sample < coordinates.batch_size)
+            return namespace(sample).where(real, sample, np.int32(-1))
+
+    return coordinates._keep("sample", find)
 
 
-def _numbers(sample, batch):
-    """Return the number of sites of each sample."""
-    xp = namespace(sample)
-    if not is_cupy(sample):
-        return np.bincount(sample[sample >= 0], minlength=batch)
-    return xp.stack([(sample == b).sum() for b in range(batch)])
+def divisors_of(coordinates):
+    """Return how many sites each sample has, at least 1: float64 [batch_size, 1]; kept."""
+
+    def count():
+        sample, batch = sample_of(coordinates), coordinates.batch_size
+        xp = namespace(sample)
+        with memory_of_graphs(sample):
+            ones = xp.ones((len(sample), 1))
+            return xp.maximum(SAMPLE_SUM((ones, sample, None), (batch, "sum")), 1)
+
+    return coordinates._keep("sites of samples", count)
 
 
 def _samples(x, reduce):

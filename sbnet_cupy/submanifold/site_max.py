@@ -64,7 +64,8 @@ def _plan(specs, options):
     results, (floor, _) = _infer(specs, options), options
     features, rows, valid, out = specs
     if results[0].size and has_kernel(features, rows):
-        least = None if floor is None else features.dtype.type(floor)
+        with np.errstate(over="ignore"):
+            least = None if floor is None else features.dtype.type(floor)
         launch = prepare_pool(features, rows, valid, out, "largest", least)
         return Plan(results, launch, launch=launch, operands=(0, 1, 2, 3))
 

@@ -40,7 +40,7 @@ _TYPES = {
     "block_params": "SymInt[]", "strides": "int[]", "padding": "SymInt[]", "activation": "str?",
     "w_format": "str", "precision": "str?", "method": "str",
     "kernel_size": "SymInt[]", "sites": "SymInt", "groups": "int", "count": "str", "ties": "str",
-    "reverse": "bool", "floor": "float?", "mode": "str", "batch": "SymInt",
+    "reverse": "bool", "floor": "float?", "mode": "str", "batch": "SymInt", "reduce": "str",
 }  # fmt: skip
 _SIZES = ("strides", "padding", "data_format", "w_format")
 _SPELLED = {"bsize", "boffset", "bstride", "block_count", "block_params", *_SIZES[:2]}

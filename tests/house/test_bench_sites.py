@@ -103,7 +103,8 @@ def test_ratios_of_maps_and_networks_on_a_cpu(name, tmp_path):
     if name == "coordinate_map":
         assert variants == set(bench.OPS) and len(found) == 3 * len(variants)
     elif name == "site_pool":
-        assert variants == set(bench.OPS) and len(found) == 3 * 2 * 2 * len(variants)
+        each = 2 * len(bench.OPS) + len(bench.GLOBAL)  # two windows, and whole samples
+        assert variants == set(bench.OPS) and len(found) == 3 * 2 * each
     else:
         assert len(variants) == 2 and len(found) == 2 * 2 * len(variants)
         assert {row.implementation for row in found} == {bench.PAIRS, bench.DENSE}
@@ -125,8 +126,9 @@ def test_the_flow_of_pooling_on_a_gpu(fake_gpu, tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "CHANNELS", (3,))
     assert bench.main(["--quick", "--out", str(tmp_path)]) == 0
     found = rows.read(tmp_path / "site_pool.csv")
-    check_rows(found, {rows.OURS, bench.TORCH})
-    assert {(row.variant, row.block) for row in found} == {(v, w) for v in bench.OPS for w in "23"}
+    check_rows(found, {rows.OURS, bench.TORCH, bench.TORCH_ROWS})
+    timed = {(v, w) for v in bench.OPS for w in "23"} | {(v, bench.WHOLE) for v in bench.GLOBAL}
+    assert {(row.variant, row.block) for row in found} == timed
 
 
 def test_pooling_that_differs_is_refused(monkeypatch, torch):

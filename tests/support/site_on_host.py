@@ -22,7 +22,7 @@ from support.host_memory import memory_at
 
 MODULES = (
     "coordinate_map", "new_sites", "transposed_rows", "site_conv", "site_conv_grad",
-    "site_features_grad", "reduce_features", "site_pool_launch",
+    "site_features_grad", "reduce_features", "site_pool_launch", "sample_pool",
 )  # fmt: skip
 AMPERE = Device(multiprocessors=3, shared_bytes=99 << 10, hopper=False, bulk_copy=False)
 LAUNCHED = []  # names of the kernels that ran

@@ -221,7 +221,9 @@ def operators(torch, st, device):
     yield ops.site_max_grad, (y, still, top, rows, back, "all")
     yield ops.site_max_tangent, (y, still, top, rows, "first")
     sample = x.indices[:, 0].contiguous()
-    yield ops.sample_sum, (f, sample, 2)
+    yield ops.sample_sum, (f, sample, 2, "sum")
+    yield ops.sample_sum, (f, sample, 2, "mean")
+    yield ops.sample_max, (f, sample, 2)
     yield ops.sample_argmax, (sample, still, 2)
     yield ops.transposed_rows, (rows, n)
     order = torch.arange(n, device=device)
@@ -236,7 +238,7 @@ def test_opcheck(torch, st, device):
         results = torch.library.opcheck(operator.default, arguments)
         assert set(results.values()) == {"SUCCESS"}, (operator, results)
         checked.add(operator)
-    assert len(checked) == 11
+    assert len(checked) == 12
 
 
 def test_sites_are_pickled(torch, st):

@@ -12,8 +12,8 @@ import torch
 from ...core.libraries import are_recorded
 from ...core.torch_memory import to_tensor
 from ...errors import DTypeError
+from ...submanifold import global_pool, sparse_tensor
 from ...submanifold import kernel_map as maps
-from ...submanifold import sparse_tensor
 from ...submanifold.coordinate_map import CoordinateMap, check_sites
 from ...submanifold.keeping_container import CAPTURE, kept_or_made, mark_capture
 from ...submanifold.kernel_map import KeptMap, KernelMap
@@ -156,12 +156,23 @@ def of_native(made, source=None):
 @untraced
 def valid(coordinates):
     """Return which rows hold a site, as a tensor that the coordinates keep."""
+    return _found(coordinates, "valid", valid_rows)
+
+
+@untraced
+def sample_of(coordinates):
+    """Return the sample of each row, -1 for rows of none, as a tensor that they keep."""
+    return _found(coordinates, "sample", global_pool.sample_of)
+
+
+def _found(coordinates, key, find):
+    """Return what the core finds of coordinates, as a tensor that they keep under a key."""
 
     def make():
         sites = native(coordinates)
-        return to_tensor(find_beside(lambda: valid_rows(sites), coordinates.indices))
+        return to_tensor(find_beside(lambda: find(sites), coordinates.indices))
 
-    return kept_or_made(coordinates._kept, "valid", coordinates.indices, make)
+    return kept_or_made(coordinates._kept, key, coordinates.indices, make)
 
 
 @untraced

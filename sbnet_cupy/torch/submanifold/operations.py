@@ -17,7 +17,7 @@ from ...core.torch_memory import to_tensor
 from ...submanifold import relu_grad
 from ...submanifold.keeping_container import kept_or_made, mark_capture
 from ...submanifold.reduce_features import REDUCE_FEATURES
-from ...submanifold.sample_pool import SAMPLE_ARGMAX, SAMPLE_SUM
+from ...submanifold.sample_pool import SAMPLE_ARGMAX, SAMPLE_MAX, SAMPLE_SUM
 from ...submanifold.site_conv import SITE_CONV
 from ...submanifold.site_conv_grad import SITE_WEIGHT_GRAD
 from ...submanifold.site_features_grad import SITE_FEATURES_GRAD
@@ -101,14 +101,14 @@ def reduce_features(features, order, site, starts, mode):
     return call(_REDUCE, (features, order, site, starts, None), (mode,))
 
 
-def sample_sum(features, sample, batch):
-    """Return the sum of the rows of each sample."""
-    return call(_SAMPLE_SUM, (features, sample, None), (batch,))
+def sample_sum(features, sample, batch, reduce):
+    """Return the sum of the rows of each sample, or their mean."""
+    return call(_SAMPLE_SUM, (features, sample, None), (batch, reduce))
 
 
-def sample_argmax(sample, features, batch):
-    """Return the row that holds the largest value of each sample, -1 where it has no row."""
-    return call(_SAMPLE_ARGMAX, (sample, features.detach(), None), (batch,))
+def sample_max(features, sample, batch):
+    """Return the largest number of each column among the rows of each sample, 0 without rows."""
+    return call(_SAMPLE_MAX, (features, sample, None), (batch,))
 
 
 def rows_of(values, place):
@@ -285,7 +285,22 @@ def _reduce_gradient(ops, arrays, options, grad, wanted, result):
 
 
 def _sample_sum_gradient(ops, arrays, options, grad, wanted, result):
-    return {"features": rows_of(grad, arrays[1])}
+    features, sample, _ = arrays
+    batch, reduce = options
+    if reduce == "mean":
+        ones = sample.new_ones((sample.shape[0], 1), dtype=torch.float64)
+        number = ops.sample_sum(ones, sample, batch, "sum")
+        grad = (grad / number.clamp(min=1)).to(features.dtype)
+    return {"features": rows_of(grad, sample)}
+
+
+def _sample_max_gradient(ops, arrays, options, grad, wanted, result):
+    """Give the gradient to the first row that holds the largest number."""
+    features, sample, _ = arrays
+    number = torch.arange(1, features.shape[0] + 1, dtype=torch.int32, device=sample.device)
+    winner = call(_SAMPLE_ARGMAX, (sample, features.detach(), None), options)
+    mine = rows_of(winner + 1, sample) == number[:, None]
+    return {"features": torch.where(mine, rows_of(grad, sample), 0)}
 
 
 _HERE = sys.modules[__name__]
@@ -321,4 +336,10 @@ _MAX_GRAD = Operation(SITE_MAX_GRAD, _HERE, gradient=_max_grad_gradient)
 _MAX_TANGENT = Operation(SITE_MAX_TANGENT, _HERE, gradient=_max_tangent_gradient)
 _REDUCE = Operation(REDUCE_FEATURES, _HERE, gradient=_reduce_gradient)
 _SAMPLE_SUM = Operation(SAMPLE_SUM, _HERE, gradient=_sample_sum_gradient)
+_SAMPLE_MAX = Operation(
+    SAMPLE_MAX,
+    _HERE,
+    gradient=_sample_max_gradient,
+    saves=lambda arrays, options: {"features", "sample"},
+)
 _SAMPLE_ARGMAX = Operation(SAMPLE_ARGMAX)

@@ -2,16 +2,20 @@
 
 from typing import Any
 
-import torch
-
 from ...dense.conv2d import check_choice
 from ...submanifold.global_pool import samples_of
 from ...submanifold.site_pool import read_floor
 from ...submanifold.sparse_tensor import SparseTensor
-from .._namespace import wide
 from .convs import inverse_map
-from .maps import check_floats, check_sparse, kernel_map_of, sites_of, valid
-from .operations import sample_argmax, sample_sum, site_max, site_sum
+from .maps import (
+    check_floats,
+    check_sparse,
+    kernel_map_of,
+    sample_of,
+    sites_of,
+    valid,
+)
+from .operations import sample_max, sample_sum, site_max, site_sum
 
 
 def sparse_max_pool(
@@ -156,22 +160,10 @@ def global_pool(x, reduce="max"):
     (tensor([3., 2., 0.]), tensor([2., 2., 0.]))
     """
     _check_floats(x)
-    features, batch = x.features, samples_of(x, reduce)
-    sample = x.indices[:, 0]
-    real = valid(x.coordinates) & (sample >= 0) & (sample < batch)
-    sample = torch.where(real, sample, -1)
+    batch, sample = samples_of(x, reduce), sample_of(x.coordinates)
     if reduce == "max":
-        winner = sample_argmax(sample, features, batch).long()
-        if not features.shape[0]:
-            return features.new_zeros((batch, x.channels)) + features.sum(0)
-        return torch.where(winner >= 0, features.gather(0, winner.clamp(min=0)), 0)
-    total = sample_sum(wide(features), sample, batch)
-    if reduce == "mean":
-        number = sample.new_zeros(batch + 1).index_add(
-            0, torch.where(sample >= 0, sample, batch), torch.ones_like(sample)
-        )
-        total = total / number[:batch, None].clamp(min=1)
-    return total.to(features.dtype)
+        return sample_max(x.features, sample, batch)
+    return sample_sum(x.features, sample, batch, reduce)
 
 
 def _check_floats(x):
