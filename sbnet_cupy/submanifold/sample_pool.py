@@ -18,7 +18,7 @@ from .site_kernels import by_kernels, lanes_of
 
 _FILE = "submanifold/sample_pool"
 _THREADS = 256  # of a thread block, which takes a part
-_EACH = 8  # rows of a part that each of its threads takes at least
+_EACH = 4  # rows of a part that each of its threads takes at least
 _PARTS = 264  # at most: two for each multiprocessor of a large GPU
 _RESULTS = 8192  # of parts and samples, each with a row of channels
 
