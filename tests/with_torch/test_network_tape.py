@@ -551,6 +551,34 @@ def test_what_has_no_tape(st):
     assert not sparse._tapes.kept
 
 
+def _gain(module, y):
+    """Multiply by the gradient of a function of a parameter of the network, and of y's pixels."""
+    bias = module.conv.bias
+    return y * torch.func.grad(lambda b: (y * b[:, None, None]).mean())(bias)[:, None, None]
+
+
+TRANSFORMED = {
+    "gradient": _gain,
+    "derivative": lambda module, y: torch.func.jvp(torch.sin, (y,), (y,))[1],
+    "mapped": lambda module, y: y * torch.vmap(torch.sin)(module.conv.bias)[:, None, None],
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("kind", TRANSFORMED)
+@torch.no_grad()
+def test_functions_that_are_transformed_are_on_no_tape(st, kind):
+    """They would be run again without what transforms them."""
+    torch.manual_seed(0)
+    sparse, plain = (
+        st.sparsify(Using(TRANSFORMED[kind]), BLOCK, replay=how) for how in ("auto", False)
+    )
+    plain.model = sparse.eval().model
+    for mask in masks(0.4, 0.7, 0.2, 1.0):
+        assert same(sparse(image(), mask), plain(image(), mask))
+    assert not sparse._tapes.kept
+
+
 @torch.no_grad()
 def test_bad_calls_are_refused_alike(st):
     x, mask = image(), masks(0.4)[0]

@@ -2,7 +2,7 @@
 
 import torch
 
-from .._dispatch_state import in_dispatch_mode
+from .._dispatch_state import in_dispatch_mode, in_transform
 from .generators import host_generators
 from .recordings import settings
 
@@ -12,8 +12,8 @@ _CPU = torch.device("cpu")
 class Surroundings:
     """PyTorch's settings and the host's generators of random numbers, as a call began.
 
-    A network may change both on its way: by a region of autocast, say, or a seed. Functions that
-    are run again by themselves have what their caller has.
+    A network may change both on its way: by a region of autocast, say, by ``torch.func``, or by a
+    seed. Functions that are run again by themselves have what their caller has.
 
     Attributes
     ----------
@@ -58,4 +58,4 @@ class Surroundings:
 def _settings():
     _, *others = settings()  # inference mode, which comes first, changes no number
     autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-    return *others, torch.is_grad_enabled(), *autocast, in_dispatch_mode()
+    return *others, torch.is_grad_enabled(), *autocast, in_dispatch_mode(), in_transform()

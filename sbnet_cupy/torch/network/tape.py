@@ -10,6 +10,7 @@ import weakref
 import torch
 from torch.overrides import TorchFunctionMode
 
+from .._dispatch_state import memory_of
 from . import tensor as T
 from .handlers import METADATA, OF_INTEGERS
 from .surroundings import Surroundings
@@ -101,7 +102,7 @@ class Tape:
         self._numbers, self._count = {}, 3
         self.folds = self.writes = False
         self._held = {id(t): t for t in held}
-        self._given = {_memory(t) for t in (x, outside) if isinstance(t, torch.Tensor)}
+        self._given = {memory_of(t) for t in (x, outside) if isinstance(t, torch.Tensor)}
         self._around = Surroundings()
         self._remember(x, _IMAGE)
         if isinstance(outside, torch.Tensor):
@@ -232,7 +233,7 @@ class Tape:
         if any(a is True for a in args):
             targets.append(args[0])
         tensors = [t for t in targets if isinstance(t, torch.Tensor)]
-        return any(_memory(t) in self._given for t in tensors)
+        return any(memory_of(t) in self._given for t in tensors)
 
     def _placed(self, value):
         """Return an argument with numbers in place of values of the call."""
@@ -279,10 +280,6 @@ def _is_local(func):
     if not getattr(func, "__closure__", None) or (func.__module__ or "").startswith("torch."):
         return False
     return "<" in func.__qualname__
-
-
-def _memory(tensor):
-    return tensor.untyped_storage().data_ptr()
 
 
 def _shapes(result):
