@@ -108,7 +108,8 @@ def sparsify(
     -------
     SparseModel
         Called as ``sparse(x, mask)``, with a mask ``[N, H, W]`` or ``[N, 1, H, W]``, True or over 0
-        where to compute; see :meth:`SparseModel.forward`. ``sparse.model`` is the network.
+        where to compute (NaN is not); see :meth:`SparseModel.forward`. ``sparse.model`` is the
+        network.
 
     Raises
     ------

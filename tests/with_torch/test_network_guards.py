@@ -174,6 +174,45 @@ def test_what_has_no_meaning_is_refused_by_name(st, name):
         sparse(image(channels=3).float(), torch.ones(2, *SIZE))
 
 
+def _script():
+    """Return a function of TorchScript."""
+
+    def double(x):
+        return torch.relu(x) * 2
+
+    return torch.jit.script(double)
+
+
+def _cond(x):
+    return torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x - 1, (x,))
+
+
+BELOW = {
+    "scripted": (_script, r"aten.relu.* use the Python function that was scripted .*PYTORCH_JIT=0"),
+    "mapped": (lambda: torch.vmap(torch.relu), "aten.relu.* torch.vmap .* functions of whole"),
+    "gradient": (
+        lambda: torch.func.grad(lambda x: (x * x).sum()), "aten.mul.* and torch.autograd.grad",
+    ),
+    "cond": (lambda: _cond, "torch.cond .* use Python's if .* PyTorch says: "),
+    "one graph": (
+        lambda: torch.compile(lambda x: torch.relu(x) * 2, backend="eager", fullgraph=True),
+        "functions that torch.compile .* no fullgraph=True",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("kind", BELOW)
+def test_what_reaches_activations_below_functions_is_refused(st, kind, grad):
+    """With what to do, also where PyTorch's error says nothing of it."""
+    make, message = BELOW[kind]
+    sparse = st.sparsify(Run(make()), BLOCK)
+    sparse.break_even = 2.0
+    with torch.set_grad_enabled(grad), pytest.raises(NotImplementedError, match=message):
+        sparse(image().float(), torch.ones(2, *SIZE))
+
+
 @pytest.mark.parametrize("share", [0, 1], ids=["stack", "images"])
 @pytest.mark.parametrize("trained", [False, True], ids=["evaluated", "trained"])
 def test_an_image_that_the_network_does_not_take_is_named(st, trained, share):

@@ -1,6 +1,7 @@
-"""What is wrong with an image, where PyTorch refuses what a network computes of it."""
+"""What is wrong where PyTorch refuses what a network computes: its image, or what it calls."""
 
 import re
+import traceback
 
 from ...errors import DTypeError, ShapeError
 
@@ -31,3 +32,28 @@ def misfit(model, x, error):
         f"take, got {(n, x.shape[1], h, w)}; pass {found[1]} channels, second of all axes. PyTorch "
         f"says: {text}"
     )
+
+
+def refused(table, error):
+    """Return an error that says what takes no activations, in place of one that does not, or None.
+
+    TorchScript drops what an error says that Python raised in it. What PyTorch traces, as it does
+    the operands and branches of ``torch.cond``, has errors about how it is traced.
+    """
+    text = str(error).strip()
+    if table.refusal is not None and "TorchScript" in text:
+        return NotImplementedError(table.refusal)
+    if not _is_of_tracing(error):
+        return None
+    return NotImplementedError(
+        "torch.cond and other operators of control flow, and functions that torch.compile makes "
+        "one graph of, cannot take activations of a sparsified network; use Python's if and for, "
+        f"and no fullgraph=True. PyTorch says: {' '.join(text.split())[:200]}"
+    )
+
+
+def _is_of_tracing(error):
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    modules = [str(frame.f_globals.get("__name__")) for frame in frames]
+    inside = any(module.startswith("torch._higher_order_ops") for module in modules)
+    return inside or type(error).__module__.startswith("torch._dynamo")

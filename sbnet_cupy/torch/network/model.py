@@ -17,7 +17,7 @@ from .ends import check_call, check_device, finished_tree, warn_left_out
 from .entry import Entry, gathered
 from .image_values import flush, plainly
 from .joins import JoiningCall, Joins, joining
-from .misfits import misfit
+from .misfits import misfit, refused
 from .options import CHECKS, check_outside
 from .order import order_of
 from .piles import as_images
@@ -103,7 +103,7 @@ class SparseModel(Report, nn.Module):
         x : tensor, shape (N, C, H, W)
             The image.
         mask : tensor, shape (N, H, W) or (N, 1, H, W)
-            Where it matters: over 0, or True.
+            Where it matters: over 0, or True. NaN is not over 0.
         outside : number, "bias" or tensor, optional
             In place of that of :func:`sparsify`, for this call.
         args, kwargs
@@ -203,8 +203,8 @@ class SparseModel(Report, nn.Module):
         try:
             y = self._result(table, x, args, kwargs)
             return finished_tree(y, outside, table, self.model)
-        except RuntimeError as error:
-            found = misfit(self.model, x, error)
+        except Exception as error:
+            found = misfit(self.model, x, error) or refused(table, error)
             if found is None:
                 raise
             raise found from error

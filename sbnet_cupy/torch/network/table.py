@@ -31,6 +31,7 @@ class Table:
     whole = False
     static = False  # whether no number of the mask may be read
     settled = False  # whether a kernel that waited for the table has run since it was written
+    refusal = None  # of an operator that was called below PyTorch's functions
 
     def __init__(self, blocks, block, size, device):
         self.batch, *grid = blocks

@@ -2,8 +2,7 @@
 
 import torch
 
-from . import left
-from .ends import check_call, finished_tree
+from .ends import check_call
 from .options import check_outside
 from .recordings import Recordings, settings
 from .tape import Changed, Tape
@@ -46,9 +45,7 @@ class Tapes(Recordings):
     def _recorded(self, sparse, state, key, table, x, outside):
         """Run a call as usual, and keep its tape."""
         tape = table.tape = Tape(table, x, outside, state.tensors)
-        left.watch(table, outside)
-        y = sparse._result(table, x)
-        result = finished_tree(y, outside, table, sparse.model)
+        result = sparse._run(table, x, outside=outside)
         done = tape.finish(result)
         table.tape = None
         if self.holds(state):

@@ -90,10 +90,16 @@ class StackTensor(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.detach.default and _TABLE.value is None:
             return _unpacked(args[0])
-        raise NotImplementedError(
+        refusal = (
             f"{func} was called below PyTorch's functions with an activation of a sparsified "
-            "network; keep the module that does this out of sparsify"
+            "network, as functions of torch.jit.script, torch.vmap and torch.func do; use the "
+            "Python function that was scripted (the environment variable PYTORCH_JIT=0 leaves all "
+            "of them as they are), functions of whole batches, and torch.autograd.grad"
         )
+        like = first_stack(args, kwargs)
+        if like is not None:
+            facts(like)[0].refusal = refusal
+        raise NotImplementedError(refusal)
 
     def __repr__(self, **_):
         table, block, _, hw, _ = facts(self)
