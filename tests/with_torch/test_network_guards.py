@@ -191,7 +191,7 @@ BELOW = {
     "scripted": (_script, r"aten.relu.* use the Python function that was scripted .*PYTORCH_JIT=0"),
     "mapped": (lambda: torch.vmap(torch.relu), "aten.relu.* torch.vmap .* functions of whole"),
     "gradient": (
-        lambda: torch.func.grad(lambda x: (x * x).sum()), "aten.mul.* and torch.autograd.grad",
+        lambda: torch.func.grad(lambda x: (x * x).sum()), "aten.mul.* or torch.autograd.grad",
     ),
     "cond": (lambda: _cond, "torch.cond .* use Python's if .* PyTorch says: "),
     "one graph": (

@@ -92,9 +92,9 @@ class StackTensor(torch.Tensor):
             return _unpacked(args[0])
         refusal = (
             f"{func} was called below PyTorch's functions with an activation of a sparsified "
-            "network, as functions of torch.jit.script, torch.vmap and torch.func do; use the "
-            "Python function that was scripted (the environment variable PYTORCH_JIT=0 leaves all "
-            "of them as they are), functions of whole batches, and torch.autograd.grad"
+            "network, for example by torch.jit.script, torch.vmap or torch.func; use the Python "
+            "function that was scripted (with PYTORCH_JIT=0 in the environment all stay as they "
+            "are), functions of whole batches, or torch.autograd.grad"
         )
         like = first_stack(args, kwargs)
         if like is not None:
