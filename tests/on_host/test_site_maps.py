@@ -1,6 +1,7 @@
 """Maps of sites by the CUDA kernels, on the CPU, are those of the array operations, bit for bit."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -112,8 +113,8 @@ def test_kernel_maps(case, many, monkeypatch):
 def test_sites_in_an_order_of_their_own():
     """A CoordinateMap that no function made: any order, spare rows of anything, equal rows."""
     rng = np.random.default_rng(12)
-    rows = rng.permutation(draw_sites(13, 40, (9, 9)))
-    spare = np.full((7, 3), 10**9, np.int32)
+    rows, inside = np.split(rng.permutation(draw_sites(13, 47, (9, 9))), [40])
+    spare = np.concatenate([np.full((7, 3), 10**9, np.int32), inside])
     listed = np.concatenate([rows, rows[:3], spare])
     count = np.array([43], np.int32)
 
@@ -125,6 +126,51 @@ def test_sites_in_an_order_of_their_own():
     for a, b in zip(found, expected, strict=True):
         assert_same(a.rows, b.rows)
         assert_same(a.target.indices, b.target.indices)
+
+
+def test_most_places_of_a_window():
+    """The most sites that read one, or that one reads, wherever it is."""
+    for kernel, stride, dilation in itertools.product((1, 2, 3, 7), (1, 2, 3, 4), (1, 2, 4, 6)):
+        reads = [{p * stride + r * dilation for r in range(kernel)} for p in range(200)]
+        readers = max(sum(p in places for places in reads) for p in range(100, 124))
+        window = (kernel,), (stride,), (dilation,), (0,)
+        assert map_kernels.most_places(window, readers=True) == readers
+        assert map_kernels.most_places(window, readers=False) == kernel
+
+
+def test_windows_that_touch_a_leaf_more(monkeypatch):
+    """The places between which a site's readers lie are in up to three leaves of four cells."""
+    monkeypatch.setattr(map_kernels, "_MANY_ROWS", 0)
+    rows, window = draw_sites(16, 300, (40, 4, 4)), {"stride": (2, 1, 1), "transposed": True}
+
+    def make():
+        sites, _ = sb.coordinate_map(rows, spatial_shape=(40, 4, 4), batch_size=2)
+        return sb.kernel_map(sites, (10, 1, 1), **window)
+
+    expected, found = both(make)
+    assert_same_map(found, expected)
+
+
+def test_new_sites_in_leaves_of_their_own():
+    """Around sites in corners of leaves: each has eight leaves, and words of the tree."""
+    rows = draw_sites(17, 60, (19, 19, 19)) * (1, 4004, 8008, 4096)
+
+    def maps():
+        sites, _ = sb.coordinate_map(rows, spatial_shape=(80000, 160000, 80000), batch_size=2)
+        return [sb.kernel_map(sites, 3, padding=1, transposed=way) for way in (True, False)]
+
+    expected, found = both(maps)
+    for a, b in zip(found, expected, strict=True):
+        assert_same_map(a, b)
+
+
+def test_which_lists_have_kernels():
+    """Numbers of rows and of places fit 32 bits, and lines of a window the grid of a launch."""
+    has, ones = map_kernels.has_kernel, ((1, 1),) * 3
+    assert has(4, 10) and not has(5, 10)
+    assert has(3, 2**31 - 2**16 - 1) and not has(3, 2**31 - 2**16)
+    assert has(2, 2**27, ((3, 5), *ones)) and not has(2, 2**27, ((3, 6), *ones))
+    assert has(2, 1, ((2**16 - 1, 2), *ones)) and not has(2, 1, ((2**16, 2), *ones))
 
 
 def test_a_map_is_read_in_the_other_direction():
@@ -166,13 +212,26 @@ def test_trees_have_no_more_levels_than_they_need(dimensions):
     assert whole.top <= few
     levels = whole.levels - 1
     assert whole.top << 6 > few and levels >= 1
+    odd = packing_of((2 ** (56 // dimensions) + 1,) * dimensions, 3, dimensions)
+    shape = map_kernels.tree_shape(odd, 10)
+    each, leaves = 64 ** (shape.levels - 1), math.prod(map_kernels._leaves(odd))
+    assert (shape.top - 1) * each < leaves <= shape.top * each
+    empty = map_kernels.tree_shape(packing_of((0,) * dimensions, 0, dimensions), 0)
+    assert empty.top == empty.level_words == 1
+
+
+def test_each_thread_block_has_a_sum_of_its_own():
+    """Also where a level has more words than the highest one."""
+    for shape in (map_kernels.TreeShape(3, 2049, 8), map_kernels.TreeShape(3, 8, 2049)):
+        assert map_kernels._blocks(shape) == 2
+        assert map_kernels._cleared(shape) == shape.words + 3
 
 
 def test_many_sites_have_fewer_levels():
     from sbnet_cupy.submanifold.keys import packing_of
 
     packing = packing_of((512, 512, 512), 1, 3)  # 2^21 leaves
-    few, many, most = (map_kernels.tree_shape(packing, 1 << n) for n in (18, 21, 40))
+    few, many, most = (map_kernels.tree_shape(packing, 1 << n) for n in (18, 19, 40))
     assert (few.levels, many.levels) == (2, 1) and many.top == 1 << 21
     assert most.top <= map_kernels._MOST_TOP[1]
 
