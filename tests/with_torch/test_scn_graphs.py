@@ -75,6 +75,19 @@ def test_more_samples_than_an_input_says(torch, scn, device):
     assert run.check() is run
 
 
+def test_the_largest_of_all_inputs_counts(torch, scn, device):
+    """There is room for a share more than its points, and for its samples in each call."""
+    net = unet(torch, scn, device, scn.SparseToDense(2, 4)).eval()
+    few, many = points(torch, 10, 0, device, samples=1), points(torch, 41, 1, device)
+    run = scn.graphed(net, [few, many])
+    room = [torch.cat([part, part[:11]]) for part in many[:2]]  # the same sites
+    for given in (few, [*few[:2]], room):
+        with torch.no_grad():
+            assert_close(torch, run(given), net([*given[:2], SAMPLES]))
+    with pytest.raises(sb.ShapeError, match="at most 52, for which there is room, got 53"):
+        run(points(torch, 53, 3, device))
+
+
 def test_one_sample_without_its_number(torch, scn, device):
     net = unet(torch, scn, device).eval()
     given = points(torch, 30, 0, device, samples=1)[:2]
@@ -224,6 +237,7 @@ def test_bad_arguments(torch, scn, device, request):
     run, many = scn.graphed(net, [given]), points(torch, 76, 0, device)
     bad = [
         (sb.ShapeError, r"coords must have shape \(N, 3\)", [given[0][:, :2], given[1]]),
+        (sb.ShapeError, r"coords must have shape \(N, 3\)", [given[0][0], given[1]]),
         (sb.ShapeError, r"features must have shape \(60, 3\)", [given[0], given[1][:, :2]]),
         (sb.ShapeError, r"features must have shape \(60, 3\)", [given[0], given[1][:9]]),
         (sb.DTypeError, "features must be torch.float64", [given[0], given[1].float()]),
@@ -241,6 +255,12 @@ def test_bad_arguments(torch, scn, device, request):
     assert run(given).shape == (60, 5)
     with pytest.raises(ValueError, match="inputs must not be empty"):
         scn.graphed(net, [])
+    for error, message, other in (
+        (sb.ShapeError, r"coords must have shape \(N, 3\)", [given[0][:, :2], given[1]]),
+        (sb.DTypeError, "features must be torch.float64", [given[0], given[1].float()]),
+    ):
+        with pytest.raises(error, match=message):
+            scn.graphed(net, [given, other])
     with pytest.raises(sb.DTypeError, match=r"inputs must hold lists .* pass one input as"):
         scn.graphed(net, given)
     with pytest.raises(sb.ShapeError, match="slack must not be negative"):

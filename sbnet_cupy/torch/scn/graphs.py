@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from ...errors import DeviceError, DTypeError, ShapeError
 from ...submanifold.coordinate_map import DUPLICATE
-from ..network.training_graphs import check_settings, refuse_hooks, settings_of
+from ..network.training_graphs import check_settings, settings_of
 from ..submanifold.replay import Replayed, rehearse_graph
 from .capacities import check_inputs, measured, with_capacities
 from .inputs import InputLayer, read_points
@@ -158,7 +158,6 @@ class _OfPoints(_Run):
 
         rehearse_graph(net, call_of, tensors, self.room, _FILLS)
         call = call_of(net)
-        refuse_hooks(net)
         drawn = [
             name for name, module in net.named_modules()
             if module.training and isinstance(module, RandomWindows)
