@@ -119,6 +119,24 @@ def test_dense_grids_and_full_convolutions(torch, scn):
     torch.testing.assert_close(net(image), expected, rtol=1e-9, atol=1e-9)
 
 
+def test_the_largest_of_all_inputs_counts(torch, scn):
+    """In evaluation, and whatever the capacities were before."""
+    seen = []
+
+    class Note(torch.nn.Module):
+        def forward(self, x):
+            seen.append((self.training, torch.is_grad_enabled()))
+            return x
+
+    net = scn.Sequential(scn.InputLayer(2, 17, mode=3, capacity=7), Note(), scn.MaxPooling(2, 3, 2))
+    few, many = points(torch, 9, 0), points(torch, 60, 1)
+    for inputs in ([few, many], [many, few]):
+        scn.set_capacities(net, inputs, slack=0)
+        assert net[0].capacity == len(torch.unique(many[0], dim=0))
+        assert net(many).metadata.check()
+    assert seen[:2] == [(False, False)] * 2 and net.training
+
+
 def test_too_small_a_capacity_shows(torch, scn):
     given = points(torch, 40, 2)
     layer = scn.InputLayer(2, 17, mode=3, capacity=5)

@@ -179,6 +179,33 @@ def test_results_that_count_rows_which_are_no_points(torch, scn, device, request
                 scn.graphed(Ends(end).eval(), points_of)
 
 
+def test_results_that_count_rows_which_are_no_sites(torch, scn, device, request):
+    class Mean(torch.nn.Module):
+        def forward(self, x):
+            return x.features.mean(0)
+
+    net = unet(torch, scn, device, Mean()).eval()
+    if request.node.callspec.params["device"] != "cpu":
+        with pytest.raises(ValueError, match="reduce over points outside"):
+            scn.graphed(net, [points(torch, 60, 0, device)])
+
+
+def test_layers_that_are_not_called(torch, scn, device):
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.spare = unet(torch, scn, device), scn.MaxPooling(2, 3, 2)
+
+        def forward(self, points):
+            return self.net(points)
+
+    net, given = Net().eval(), points(torch, 60, 0, device)
+    run = scn.graphed(net, [given])
+    with torch.no_grad():
+        assert_close(torch, run(given), net(given))
+    assert run.check() is run
+
+
 def test_a_network_that_has_changed(torch, scn, device):
     net = unet(torch, scn, device).eval()
     given = points(torch, 60, 0, device)
