@@ -87,12 +87,26 @@ class Slots:
         return self.image
 
 
+class Rows(list):
+    """A list that PyTorch does not look into."""
+
+
+def refers_to_itself(y):
+    """Return an object with a part that refers to it."""
+    whole = types.SimpleNamespace(image=y)
+    whole.parts = [types.SimpleNamespace(of=whole)]
+    return whole
+
+
 OBJECTS = {
     "slots": (Slots, lambda y: y()),
     "mapping proxy": (lambda y: types.MappingProxyType({"a": [y]}), lambda y: y["a"][0]),
     "dataclass": (Output, lambda y: y.image),
     "namespace": (lambda y: types.SimpleNamespace(all=[y, y]), lambda y: y.all[1]),
     "dict": (lambda y: Outputs(image=Output(y)), lambda y: y["image"].image),
+    "list": (lambda y: Rows([y, 1]), lambda y: y[0]),
+    "refers to itself": (refers_to_itself, lambda y: y.parts[0].of.image),
+    "others do": (lambda y: [y, refers_to_itself(1)], lambda y: y[0]),
     "set": (lambda y: {y}, lambda y: next(iter(y))),
     "keys": (lambda y: {y: 1}.keys(), lambda y: next(iter(y))),
     "values": (lambda y: {"a": [y]}.values(), lambda y: next(iter(y))[0]),

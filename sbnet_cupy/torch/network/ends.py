@@ -52,7 +52,7 @@ def finished_tree(result, outside, table, model):
         tensors = [leaf for part in tree_leaves(result) for leaf in tensors_in(part)]
         off = [leaf.shape for leaf in tensors if not isinstance(leaf, T.StackTensor)]
         check_filled(off, len(off) < len(tensors), table.left, model, outside)
-    return _finished_tree(result, outside)
+    return _finished_tree(result, outside, {})
 
 
 def check_filled(off, any_on, functions, model, outside):
@@ -68,12 +68,16 @@ def check_filled(off, any_on, functions, model, outside):
         warn(why)
 
 
-def _finished_tree(result, outside):
-    return tree_map(lambda leaf: _finished_leaf(leaf, outside), result)
+def _finished_tree(result, outside, copies):
+    return tree_map(lambda leaf: _finished_leaf(leaf, outside, copies), result)
 
 
-def _finished_leaf(leaf, outside):
-    """Return a tensor as an image; or a copy of an object of which parts are images, as it is."""
+def _finished_leaf(leaf, outside, copies):
+    """Return a tensor as an image; or a copy of an object of which parts are images, as it is.
+
+    ``copies`` are the objects that were copied before, with their copies, by their ids: an object
+    may refer to itself.
+    """
     if isinstance(leaf, torch.Tensor):
         return finished(as_images(plainly(leaf)), outside)
     if isinstance(leaf, Iterator) and not hasattr(leaf, "__dict__"):  # files have attributes
@@ -82,9 +86,11 @@ def _finished_leaf(leaf, outside):
             f"the network of sparsify must not return an iterator, got a {kind}, which would give "
             "activations after the call; return a list"
         )
+    if id(leaf) in copies:
+        return copies[id(leaf)][1]
     if not holds_activations(leaf):
         return leaf
-    show = functools.partial(_finished_tree, outside=outside)
+    show = functools.partial(_finished_tree, outside=outside, copies=copies)
     if isinstance(leaf, MappingView):
         return _finished_view(leaf, show)
     if isinstance(leaf, MappingProxyType):
@@ -92,6 +98,7 @@ def _finished_leaf(leaf, outside):
     if isinstance(leaf, (tuple, set, frozenset)):
         return type(leaf)(map(show, leaf))
     other = _copy_of(leaf)
+    copies[id(leaf)] = leaf, other
     for name in _names(leaf):
         object.__setattr__(other, name, show(getattr(leaf, name)))
     if isinstance(leaf, dict):
