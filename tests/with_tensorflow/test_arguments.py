@@ -83,6 +83,12 @@ def test_ragged_and_sparse_tensors_are_refused_by_name(tf, sbt, function):
                 sbt.sparse_tensor(value, tf.constant([[0, 1], [0, 2]]), spatial_shape=8)
 
 
+def test_what_holds_tensors_is_refused_by_name(tf, sbt):
+    sites = sbt.sparse_tensor(tf.ones((1, 2)), tf.constant([[0, 1]]), spatial_shape=8)
+    with pytest.raises(DTypeError, match=r"^x must be a TensorFlow tensor, .*; pass its .features"):
+        sbt.sparse_gather(sites, tf.constant(COUNT), tf.constant(ROWS), bsize=4)
+
+
 def test_mixed_libraries_are_refused(tf, sbt, torch):
     x, count, rows = tf.constant(X), tf.constant(COUNT), tf.constant(ROWS)
     with pytest.raises(DeviceError, match=r"^x must be a TensorFlow tensor, got .*numpy.*convert"):

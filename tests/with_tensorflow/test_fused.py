@@ -124,6 +124,24 @@ def test_gradient_of_the_unit_is_that_of_the_gathered_one(tf, sbt, graph, dtype,
         same(of_fused, of_gathered)
 
 
+def test_weights_of_a_unit_are_arguments_of_a_graph(tf, sbt):
+    """Others with the same shapes are no reason to trace it again."""
+    params, active = layer(bottleneck=True)
+    x, table, traced = tf.constant(X), active._map_arrays(tf.constant), []
+
+    def unit(weights):
+        traced.append(weights)
+        return sbt.sparse_res_block_bottleneck(x, weights, table, params)
+
+    graph, given = tf.function(unit), [
+        sb.BottleneckWeights.random(3, 4, seed=seed)._map_arrays(tf.constant) for seed in (0, 1)
+    ]  # fmt: skip
+    found = list(map(graph, given))
+    assert len(traced) == 1
+    for y, weights in zip(found, given, strict=True):
+        same(y, unit(weights))
+
+
 def test_what_is_not_covered_says_so(tf, sbt):
     params, active = layer(2, bottleneck=True)
     x, table = tf.constant(X), tuple(active._map_arrays(tf.constant))  # for both grids

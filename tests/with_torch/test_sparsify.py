@@ -264,6 +264,7 @@ def test_masks_and_other_arguments(st):
             return self.conv(x) * scale + shift
 
     dense, x = Scaled(), image()
+    dense.register_module("left_out", None)
     sparse = st.sparsify(dense, (8, 16))
     on = torch.rand(2, 8, 6) < 0.5
     mask = on.repeat_interleave(8, 1).repeat_interleave(16, 2)[:, : SIZE[0], : SIZE[1]]
@@ -356,6 +357,9 @@ def test_a_network_of_torchscript_has_no_layers(st):
     sparse = st.sparsify(nn.Sequential(nn.Identity(), scripts[0]), BLOCK)
     assert_near(sparse(x, torch.ones(2, *SIZE)), dense(x))
     assert list(sparse.dense_layers) == ["1"]
+    sparse.model[1].to("meta")
+    with pytest.raises(RuntimeError, match=r"got 1.0.weight on meta; use .to\('cpu'\)"):
+        sparse(x, torch.ones(2, *SIZE))
 
 
 def test_bad_calls(st):
@@ -413,6 +417,8 @@ def test_bad_calls(st):
         (RuntimeError, r"on the device of x, cpu, got .*weight on meta; use .to\('cpu'\)",
          lambda: st.sparsify(copy.deepcopy(dense).to("meta"), 16)(x, mask)),
         (RuntimeError, "got .*weight on meta", lambda: moved(x, mask)),
+        (RuntimeError, "got 0.running_mean on meta; use .to", lambda: st.sparsify(
+            nn.Sequential(nn.BatchNorm2d(3, affine=False)).to("meta"), 16)(x, mask)),
     ]:
         with pytest.raises(error, match=word):
             call()

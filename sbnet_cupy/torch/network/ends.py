@@ -253,7 +253,7 @@ def check_call(x, mask):
 def _hint(x, mask):
     """Return what an error adds where channels of x are last, or a mask has no batch."""
     size = tuple(mask.shape[1:] if mask.dim() == 3 else mask.shape[2:])
-    if size and size == tuple(x.shape[1:3]):
+    if size == tuple(x.shape[1:3]):
         return "; x is (N, C, H, W): use x.permute(0, 3, 1, 2) where its channels are last"
     return "; use mask[None]" if (1, *mask.shape) == (len(x), *x.shape[2:]) else ""
 
