@@ -80,10 +80,10 @@ def test_numbers_that_a_call_draws(st, require, name, device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_a_graph_would_not_draw(st, require, device):
     """An error says what; otherwise whether numbers are drawn, which is undone."""
-    from sbnet_cupy.torch.network.generators import generator, replayable
+    from sbnet_cupy.torch.network.generators import generator, host_generators, replayable
 
     device = torch.device(on_device(require, torch, device))
-    states = generator(device), torch.get_rng_state()
+    states, of_host = (generator(device), torch.get_rng_state()), host_generators(device)
     for name, (draw, said) in FACTORS.items():
         if said is None:
             with replayable(device) as call:
@@ -94,6 +94,7 @@ def test_what_a_graph_would_not_draw(st, require, device):
                 draw(device)
         assert torch.equal(generator(device), states[0]), name
         assert torch.equal(torch.get_rng_state(), states[1])
+        assert host_generators(device) == of_host, name
     with replayable(device) as call:
         torch.ones(3, device=device).sum()
     assert not call.draws
