@@ -239,11 +239,12 @@ class InTraining(nn.Module):
 
 
 def test_networks_in_training_are_measured_as_they_are(st):
-    """The call that measures draws as many random numbers as others."""
+    """The call that measures draws as many random numbers as others. Also if a part alone is."""
     dense, (x, mask) = InTraining(), given()
     sparse = st.sparsify(dense, BLOCK, halo="exact")
-    for training in (False, True):
-        sparse.train(training)
+    for whole, part in ((False, False), (False, True), (True, True)):
+        sparse.train(whole)
+        dense.train(part)
         states = []
         for _ in range(2):
             torch.manual_seed(1)
