@@ -5,6 +5,7 @@ graphs call the network.
 """
 
 import copy
+import math
 import random
 
 import pytest
@@ -647,6 +648,7 @@ def test_what_is_dropped_shows(torch, st, graphed, device, is_replayed):
         run(few, values)
     assert "layer 'level' had" in str(w[0].message)
     assert w[0].filename == __file__
+    run(few, values)  # which warns no more
     with pytest.raises(sb.CapacityError, match="what there was no room for was dropped"):
         run.check()
     run(few, values)
@@ -756,11 +758,21 @@ def test_lists_of_dense_images(torch, st, graphed, device):
         return points(torch, n, seed, device)[0], image.to(device)
 
     net = Net().to(device).eval()
-    run = graphed(net, [images(0, 30), images(1, 20)], slack=1)
+    inputs = [images(0, 30), images(1, 20)]
+    run = graphed(net, inputs, slack=1)
     for n in (30, 4):
         with torch.no_grad():
             assert_close(torch, run(*images(n, n)), net(*images(n, n)))
     run.check()
+    assert torch.equal(inputs[0][1], images(0, 30)[1])  # calls write to none of the inputs
+
+
+def test_what_rows_without_a_point_hold(torch):
+    from sbnet_cupy.torch.submanifold.graphs import _fill_of
+
+    held = {"uint8": 255, "int8": -1, "int64": -1, "bool": 0, "float16": 0}
+    assert {name: _fill_of(1, getattr(torch, name), None) for name in held} == held
+    assert _fill_of(0, torch.int32, None) == -1 and math.isnan(_fill_of(0, torch.float32, None))
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "int64", "bool", "float16"])
@@ -794,6 +806,7 @@ def test_bad_arguments(torch, st, graphed, device, is_replayed):
     run = graphed(net, [(rows, values)])
     bad = [
         (sb.ShapeError, r"tensor 0 must have shape \(60, 3\)", (rows[:, :2], values)),
+        (sb.ShapeError, r"tensor 0 must have shape \(60, 3\)", (rows.sum(), values)),
         (sb.ShapeError, r"tensor 1 must have shape \(60, 3\), a row for each", (rows, values[:9])),
         (sb.DTypeError, "tensor 1 must be torch.float64", (rows, values.float())),
         (sb.ShapeError, "at most 75, for which .* got 76", points(torch, 76, 0, device)),

@@ -26,7 +26,7 @@ _ROUNDINGS = 16  # of a number, one after the other
 
 
 class Replayed:
-    """Calls of a network with tensors, some of which have a row for each point.
+    """Calls of a network with tensors, of which the first and others have a row for each point.
 
     Parameters
     ----------
@@ -93,7 +93,7 @@ class Replayed:
         Where a network draws random numbers, but for dropout, its results cannot be compared.
         """
         few = half_of(tensors, self._fills)
-        rows = _points_of(few, self._fills)
+        rows = len(few[0])
         padded, longer = (_padded(few, self._fills, self.room + more) for more in (0, 1))
         with unchanged(self.net, self.device) as again:
             with torch.no_grad():
@@ -171,7 +171,7 @@ class Replayed:
     def __call__(self, tensors):
         """Return what the network does of tensors that were checked."""
         self._warn()
-        rows = _points_of(tensors, self._fills)
+        rows = len(tensors[0])
         with torch.cuda.device(self.device):
             if self.net.training:
                 leaves = self._graphs.replay(*self._taken(self._graphs.own, tensors, rows))
@@ -335,15 +335,9 @@ def rehearse_graph(net, measured, tensors, room, fills):
 
 def half_of(tensors, fills):
     """Return tensors of half of their points, with which a network is checked."""
-    rows = (_points_of(tensors, fills) + 1) // 2
+    rows = (len(tensors[0]) + 1) // 2
     pairs = zip(tensors, fills, strict=True)
     return [tensor if fill is None else tensor[:rows] for tensor, fill in pairs]
-
-
-def _points_of(tensors, fills):
-    """Return how many points tensors are of."""
-    pairs = zip(tensors, fills, strict=True)
-    return next(len(tensor) for tensor, fill in pairs if fill is not None)
 
 
 def _padded(tensors, fills, room):
