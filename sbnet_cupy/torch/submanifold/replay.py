@@ -196,7 +196,7 @@ class Replayed:
         """
         taken = []
         for mine, tensor, fill in zip(own, tensors, self._fills, strict=True):
-            if tensor.requires_grad and mine.requires_grad:
+            if mine.requires_grad:
                 mine = tensor if fill is None else _with_rows(tensor, self.room, fill)
             elif fill is None:
                 mine.copy_(tensor)
