@@ -830,6 +830,9 @@ def test_bad_arguments(torch, st, graphed, device, is_replayed):
     for error, message, given in bad:
         with pytest.raises(error, match=message):
             run(*given)
+    autocast = torch.autocast(torch.device(device).type, torch.bfloat16)
+    with pytest.raises(RuntimeError, match="training, autocast"), autocast:
+        run(rows, values)
     assert run(rows, values).shape == (60, 4)
     given = [(rows, values)]
     for error, message, arguments in (
