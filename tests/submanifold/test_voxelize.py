@@ -103,3 +103,19 @@ def test_ground_cells_are_those_of_birds_eye(xp):
 def test_grids_that_no_number_holds(ranges, size, error, message):
     with pytest.raises(error, match=message):
         sb.voxelize(np.ones((3, 3)), ranges=ranges, voxel_size=size)
+
+
+def test_the_number_of_samples_is_found(xp):
+    """One more than the largest that is named, and one at least."""
+    points = xp.asarray(np.arange(8.0).reshape(4, 2) / 8)
+    grid = {"ranges": [(0, 1), (0, 1)], "voxel_size": 0.125}
+    for named, number in (([0, 2, -1, 1], 3), ([-1, -1, -1, -1], 1)):
+        for dtype in (np.int32, np.int64):
+            sample = xp.asarray(np.array(named, dtype))
+            x, inverse = sb.voxelize(points, sample=sample, **grid)
+            assert x.batch_size == number
+            assert [row >= 0 for row in inverse.tolist()] == [n >= 0 for n in named]
+    none = {"sample": xp.asarray(np.zeros(0, np.int64)), **grid}
+    assert sb.voxelize(points[:0], **none)[0].batch_size == 1
+    with pytest.raises(sb.ShapeError, match="batch_size must be given with sample and capacity"):
+        sb.voxelize(points, sample=sample, capacity=4, **grid)
