@@ -42,9 +42,7 @@ def packing_of(spatial_shape, batch_size, dimensions):
             "or the grid"
         )
     known = (batch_size, *(spatial_shape or (None,) * dimensions))
-    limits = tuple(
-        min(1 << b, 1 << 31) if n is None else n for n, b in zip(known, bits, strict=True)
-    )
+    limits = tuple(1 << b if n is None else n for n, b in zip(known, bits, strict=True))
     return Packing(limits, bits, low)
 
 

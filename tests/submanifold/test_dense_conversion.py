@@ -122,10 +122,10 @@ def test_masks_of_numbers_and_rows_that_are_no_cells(xp):
     image = xp.asarray(np.arange(1.0, 5.0).reshape(1, 4, 1))
     x = sb.dense_to_sparse(image, mask=xp.asarray(np.array([[0, -1, 2, 0]], np.int32)))
     assert x.indices.tolist() == [[0, 1], [0, 2]]
-    rows, count = np.array([[0, 1], [0, -1], [0, 3]], np.int32), np.array([2], np.int32)
-    sites = sb.CoordinateMap(xp.asarray(rows), xp.asarray(count), (4,), 1)
+    rows, count = np.array([[0, 1], [1, -1], [0, 2]], np.int32), np.array([2], np.int32)
+    sites = sb.CoordinateMap(xp.asarray(rows), xp.asarray(count), (4,), 2)
     dense = sb.sparse_to_dense(sb.SparseTensor(xp.asarray(np.ones((3, 1))), sites))
-    assert dense.ravel().tolist() == [0, 1, 0, 0]  # without the row past the count
+    assert dense.ravel().tolist() == [0, 1, 0, 0, 0, 0, 0, 0]  # without the row past the count
 
 
 def test_channels_count_for_the_size_of_a_grid():
