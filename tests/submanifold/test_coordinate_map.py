@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sbnet_cupy as sb
+from sbnet_cupy.submanifold.keys import sort_keys
 from support import site_cases
 from support.assertions import assert_close, assert_same, to_numpy
 from support.strategies import FLOATS
@@ -252,3 +253,12 @@ def test_bits_of_an_axis_where_the_shape_is_unknown(xp):
         assert sb.coordinate_map(edge, **options)[0].check().number() == 1
         with pytest.raises((sb.ShapeError, sb.CapacityError), match="inside a grid of 63 bits"):
             sb.coordinate_map(edge + xp.asarray(np.array([0, 1, 0, 0])), **options)[0].check()
+
+
+def test_equal_keys_stay_in_their_order():
+    """Also keys with as many bits as there are, which have none left for a number of the row."""
+    for key in (5, 2**62):
+        keys = np.repeat(np.array([key, key - 1]), 50)
+        order, ordered = sort_keys(keys)
+        assert order.tolist() == [*range(50, 100), *range(50)]
+        assert ordered.tolist() == keys[order].tolist()
