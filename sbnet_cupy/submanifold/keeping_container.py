@@ -1,6 +1,7 @@
 """KeepingContainer: a container that keeps what was computed of it, but for copies."""
 
 import functools
+import operator
 import weakref
 from dataclasses import fields
 
@@ -74,9 +75,9 @@ class KeepingContainer(ArrayContainer):
 
     Its keys may be identities of other objects, so a copy keeps nothing at first, whether it is
     made by ``copy`` or by ``pickle``, but what :meth:`CoordinateMap.check` tells of lists before.
-    A map of, say, TensorFlow's tensors is always converted to the same NumPy map, and results that
-    live on its sites return the caller's own object, so that kernel maps that were kept are found
-    again.
+    A map of, say, TensorFlow's tensors is always converted to the same NumPy map, one of which no
+    array changes is no copy, and results that live on its sites return the caller's own object, so
+    that kernel maps that were kept are found again.
     """
 
     @functools.cached_property
@@ -104,6 +105,8 @@ class KeepingContainer(ArrayContainer):
         if twin is not None and getattr(function, "exports", False):
             return twin
         mapped = self._mapped(function)
+        if all(map(operator.is_, mapped._arrays(), self._arrays())):
+            return self
         if twin is not None and type(twin._arrays()[0]) is type(mapped._arrays()[0]):
             return twin
         ours, theirs = (library_of(each._arrays()[0]) for each in (self, mapped))

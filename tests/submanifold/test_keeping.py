@@ -8,6 +8,7 @@ import pytest
 import sbnet_cupy as sb
 from sbnet_cupy.submanifold import keeping_container
 from sbnet_cupy.submanifold.keeping_container import kept_or_made, mark_capture
+from support.assertions import assert_same
 
 
 class Made:
@@ -206,3 +207,20 @@ def test_transposed_maps_share_what_they_keep():
     back = down.transposed()
     assert back.rows is down.transposed().rows
     assert back.transposed().rows is down.rows
+
+
+@pytest.mark.parametrize("layout", [np.asfortranarray, lambda a: np.repeat(a, 2, 1)[:, ::2]])
+def test_features_that_are_not_contiguous_stay_on_the_coordinates_that_they_came_with(layout):
+    """The features are copied for a call, and the coordinates are not."""
+    rows = np.array([[0, 1], [0, 2], [0, 5]])
+    x = sb.sparse_tensor(np.arange(6.0).reshape(3, 2), rows, spatial_shape=8)
+    odd = x.replace(layout(x.features))
+    same, two = np.ones((3, 2, 2)), np.ones((2, 2, 2))
+    assert sb.submanifold_conv(odd, same).coordinates is x.coordinates
+    y = sb.submanifold_conv(x, same, residual=odd)
+    assert_same(y.features, sb.submanifold_conv(x, same, residual=x).features)
+    back = sb.inverse_conv(sb.strided_conv(odd, two, stride=2), two, onto=x)
+    assert_same(
+        back.features, sb.inverse_conv(sb.strided_conv(x, two, stride=2), two, onto=x).features
+    )
+    assert sb.sparse_unpool(sb.sparse_max_pool(odd, 2), onto=odd).coordinates is x.coordinates
