@@ -12,7 +12,10 @@ def check_byte_order(arrays):
     for name, array in arrays.items():
         if not array.dtype.isnative:
             order = {">": "big-endian", "<": "little-endian"}[array.dtype.byteorder]
-            raise DTypeError(f"{name} is {order}: {name}.astype({name}.dtype.newbyteorder('='))")
+            raise DTypeError(
+                f"{name} must be in this machine's byte order, got a {order} array; pass "
+                f"{name}.astype({name}.dtype.newbyteorder('='))"
+            )
 
 
 def check_byte_orders(arrays):

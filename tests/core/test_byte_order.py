@@ -33,7 +33,10 @@ ORDER = "big-endian" if np.dtype("=i4") == np.dtype("<i4") else "little-endian"
 
 
 def message(name):
-    return f"{name} is {ORDER}: {name}.astype({name}.dtype.newbyteorder('='))"
+    return (
+        f"{name} must be in this machine's byte order, got a {ORDER} array; pass "
+        f"{name}.astype({name}.dtype.newbyteorder('='))"
+    )
 
 
 @pytest.mark.parametrize(("function", "name"), CALLS)
