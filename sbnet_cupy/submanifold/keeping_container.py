@@ -110,7 +110,11 @@ class KeepingContainer(ArrayContainer):
         if twin is not None and type(twin._arrays()[0]) is type(mapped._arrays()[0]):
             return twin
         ours, theirs = (library_of(each._arrays()[0]) for each in (self, mapped))
-        if ours is not None and theirs is not None and ours.native != theirs.native:
+        if ours is None or theirs is None:
+            return mapped
+        if ours.native and theirs.native:  # a contiguous copy
+            self._kept["twin"] = mapped
+        elif ours.native != theirs.native:
             native, foreign = (self, mapped) if ours.native else (mapped, self)
             foreign._kept["twin"], native._kept["twin"] = native, weakref.ref(foreign)
         return mapped

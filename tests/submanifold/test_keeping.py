@@ -224,3 +224,16 @@ def test_features_that_are_not_contiguous_stay_on_the_coordinates_that_they_came
         back.features, sb.inverse_conv(sb.strided_conv(x, two, stride=2), two, onto=x).features
     )
     assert sb.sparse_unpool(sb.sparse_max_pool(odd, 2), onto=odd).coordinates is x.coordinates
+
+
+def test_rows_that_are_not_contiguous_are_copied_once():
+    """As those that ``argwhere`` returns: a call finds the sites of another call again."""
+    rows = np.asfortranarray(np.array([[0, 1], [0, 2], [0, 5]], np.int32))
+    sites = sb.CoordinateMap(rows, np.array([3], np.int32), (8,), 1)
+    x, two = sb.SparseTensor(np.arange(6.0).reshape(3, 2), sites), np.ones((2, 2, 2))
+    assert sb.kernel_map(sites, 3, onto=sites).rows is sb.kernel_map(x, 3, onto=x).rows
+    back = sb.inverse_conv(sb.strided_conv(x, two, stride=2), two, onto=x, residual=x)
+    assert sb.submanifold_conv(x, np.ones((3, 2, 2)), residual=back).features.shape == (3, 2)
+    rows[0, 1] = 0
+    sites.clear()
+    assert sb.kernel_map(sites, 3, onto=sites).rows.tolist() == [[-1] * 3, [0, 1, 2], [-1] * 3]
