@@ -75,7 +75,7 @@ def number(value, name):
 def check_range(value, name):
     """Return ``value`` if it is a pair of finite numbers, low < high; raise ValueError if not."""
     if not isinstance(value, list | tuple) or len(value) != 2:
-        raise ValueError(f"{name} must be a pair (low, high) in metres, got {value!r}")
+        raise ValueError(f"{name} must be a pair of numbers (low, high), got {value!r}")
     low, high = (number(v, name) for v in value)
     if not -math.inf < low < high < math.inf:
         raise ValueError(f"{name} must be finite with low < high, got {value!r}")

@@ -127,6 +127,8 @@ def axes(value, dimensions, name, minimum=1):
     ):
         return tuple(map(int, value))
     kind = "positive" if minimum else "non-negative"
+    hint = f"; use {name}.tolist()" if getattr(given, "shape", ()) else ""
     raise ShapeError(
-        f"{name} must be a {kind} integer below 2**31, or {dimensions} of them, got {given!r}"
+        f"{name} must be a {kind} integer below 2**31, or {dimensions} of them in a tuple, got "
+        f"{given!r}{hint}"
     )

@@ -375,3 +375,11 @@ def test_the_coarsest_list_tells_what_a_result_at_finer_sites_does_not(xp):
     for made in (down, coarsest):
         with pytest.raises(sb.CapacityError, match=r"got 3 for 1\d sites"):
             made.coordinates.check()
+
+
+@pytest.mark.parametrize("name", ["kernel_size", "stride", "dilation", "padding"])
+def test_sizes_in_an_array_are_refused_with_what_to_pass(name):
+    sites, _ = sb.coordinate_map(np.array([[0, 1, 1], [0, 1, 2]]), spatial_shape=(4, 4))
+    options = {"kernel_size": 3, name: np.array([2, 2])}
+    with pytest.raises(sb.ShapeError, match=rf"{name} must .* 2 of them in a tuple.*tolist\(\)$"):
+        sb.kernel_map(sites, **options)
