@@ -128,6 +128,18 @@ def test_sites_of_inference_mode_in_training(torch, st):
     st.site_conv(x.features, w, st.kernel_map(inside, 2, onto=inside)).sum().backward()
 
 
+def test_voxels_compiled_without_a_warning(torch, st):
+    """Warnings are errors here."""
+
+    def pooled(points, values):
+        x, voxel = st.voxelize(points, values, ranges=[(0, 8)] * 3, voxel_size=1)
+        return st.global_pool(x, "sum"), x.features[voxel]
+
+    points, values = torch.arange(30.0).reshape(10, 3) % 7, torch.ones(10, 2)
+    found = torch.compile(pooled, backend="eager")(points, values)
+    assert all(map(torch.equal, found, pooled(points, values)))
+
+
 def test_the_way_back_compiled(torch, st):
     """Dynamo traces how its map is made, and must find nothing there to warn of."""
     torch._dynamo.reset()

@@ -214,7 +214,7 @@ def voxelize(
     """
     check_tensors(("features", "sample"), points=points, features=features, sample=sample)
     features = points if features is None else features
-    check_points(spec_of_tensor(points), spec_of_tensor(features))
+    _check_points(points, features)
     options = batch_size, mode, order, capacity
 
     def find(points, *rest):
@@ -225,6 +225,12 @@ def voxelize(
     given = (points,) if sample is None else (points, sample)
     coordinates, inverse, how = _listed(find, options, *given, drops=True)
     return SparseTensor(_reduced(features, how, mode), coordinates), inverse
+
+
+@untraced  # Dynamo would warn of the functions that keep names of dtypes
+def _check_points(points, features):
+    """Check points and their features; what follows breaks a compiled function's graph, too."""
+    check_points(spec_of_tensor(points), spec_of_tensor(features))
 
 
 def spec_of_tensor(tensor):
