@@ -128,12 +128,13 @@ def test_sites_of_inference_mode_in_training(torch, st):
     st.site_conv(x.features, w, st.kernel_map(inside, 2, onto=inside)).sum().backward()
 
 
-def test_voxels_compiled_without_a_warning(torch, st):
+def test_voxels_and_windows_compiled_without_a_warning(torch, st):
     """Warnings are errors here."""
 
     def pooled(points, values):
         x, voxel = st.voxelize(points, values, ranges=[(0, 8)] * 3, voxel_size=1)
-        return st.global_pool(x, "sum"), x.features[voxel]
+        windows = st.sparse_unfold(x.features, st.kernel_map(x, 3, onto=x))
+        return st.global_pool(x, "sum"), x.features[voxel], windows
 
     points, values = torch.arange(30.0).reshape(10, 3) % 7, torch.ones(10, 2)
     found = torch.compile(pooled, backend="eager")(points, values)

@@ -16,7 +16,15 @@ from .._native import check_tensors, native_weights, spec_of
 from ..layers import autocast
 from .kept_calls import compute_again
 from .kept_weights import kept_weights
-from .maps import check_sparse, kernel_map_of, map_between, same_map, sites_of, valid
+from .maps import (
+    check_sparse,
+    kernel_map_of,
+    map_between,
+    same_map,
+    sites_of,
+    untraced,
+    valid,
+)
 from .operations import CONV, filled, transposed_rows
 
 
@@ -118,7 +126,7 @@ def sparse_unfold(features, kernel_map, *, fill=0.0):
     check_kernel_map(kernel_map)
     sites, rows = kernel_map.source.capacity, kernel_map.rows
     check_tensors(**{"features": features, "kernel_map.rows": rows})
-    check_rows(spec_of(features), spec_of(rows), sites=sites)
+    _check_rows(features, rows, sites)
     fill = as_number("fill", fill)
     if not sites:
         shape = rows.shape[1], rows.shape[0], features.shape[1]
@@ -131,6 +139,12 @@ def sparse_unfold(features, kernel_map, *, fill=0.0):
         for here, place in zip(there, places, strict=True)
     ]
     return torch.stack(taken, 1)
+
+
+@untraced  # as the check of points in sites.py
+def _check_rows(features, rows, sites):
+    """Raise unless these are rows of features, and the table of a map of so many sites."""
+    check_rows(spec_of(features), spec_of(rows), sites=sites)
 
 
 def submanifold_conv(
