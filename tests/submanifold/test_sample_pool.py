@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from sbnet_cupy.errors import ShapeError
 from sbnet_cupy.submanifold import sample_pool
 from sbnet_cupy.submanifold.sample_pool import SAMPLE_ARGMAX, SAMPLE_MAX, SAMPLE_SUM
 from support import site_on_host
@@ -151,3 +152,16 @@ def test_kernels_on_a_gpu(require, monkeypatch, case, dtype, most):
 def test_what_parts_need_is_bounded(rows, batch):
     parts = sample_pool._parts(rows, batch, lanes=4)
     assert parts * batch <= max(8192, batch) and (parts > 0) == (rows > 0)
+
+
+def test_sums_are_wide_and_rounded_once(xp):
+    features, sample = np.ones((9, 2), np.float16), np.zeros(9, np.int32)
+    features[0] = 2048
+    total = SAMPLE_SUM((xp.asarray(features), xp.asarray(sample), None), (1, "sum"))
+    assert_same(to_numpy(total), np.full((1, 2), 2056, np.float16))
+
+
+def test_samples_of_other_rows_are_refused(xp):
+    features, sample = xp.ones((9, 2)), xp.zeros(8, np.int32)
+    with pytest.raises(ShapeError, match=r"sample must have shape \(9,\)"):
+        SAMPLE_SUM((features, sample, None), (1, "sum"))

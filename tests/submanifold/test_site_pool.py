@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sbnet_cupy as sb
-from sbnet_cupy.submanifold.sample_pool import SAMPLE_ARGMAX, SAMPLE_SUM
 from sbnet_cupy.submanifold.site_max import SITE_MAX, SITE_MAX_GRAD
 from sbnet_cupy.submanifold.site_sum import SITE_SUM
 from support import site_cases, site_on_host, site_oracles
@@ -229,26 +228,6 @@ def test_a_gpu_gives_the_bits_of_loops_over_taps(require, case, dtype):
         return view
 
     assert_same_or_nan(pooled(*given, asarray=asarray), pooled(*given))
-
-
-def test_sums_of_a_sample_are_wide(xp):
-    features, sample = np.ones((9, 2), np.float16), np.zeros(9, np.int32)
-    features[0] = 2048
-    total = SAMPLE_SUM((xp.asarray(features), xp.asarray(sample), None), (1,))
-    assert_same(to_numpy(total), np.full((1, 2), 2056, np.float16))
-    with pytest.raises(sb.ShapeError, match=r"sample must have shape \(9,\)"):
-        SAMPLE_SUM((xp.asarray(features), xp.asarray(sample[:8]), None), (1,))
-
-
-def test_rows_of_samples_in_any_order(xp):
-    """Those of none, or past the number of samples, are left out; of equal ones the first wins."""
-    sample = np.random.default_rng(5).integers(-1, 4, 300).astype(np.int32)
-    features, rows = np.ones((300, 2), np.float32), [np.flatnonzero(sample == b) for b in range(3)]
-    at = xp.asarray(sample)
-    total = to_numpy(SAMPLE_SUM((xp.asarray(features), at, None), (3,)))
-    assert_same(total, np.array([[len(r)] * 2 for r in rows], np.float32))
-    winner = to_numpy(SAMPLE_ARGMAX((at, xp.asarray(features), None), (3,)))
-    assert_same(winner, np.array([[r[0]] * 2 for r in rows], np.int32))
 
 
 @pytest.mark.parametrize("reduce", ["max", "mean", "sum"])
