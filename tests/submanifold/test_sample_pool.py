@@ -162,6 +162,6 @@ def test_sums_are_wide_and_rounded_once(xp):
 
 
 def test_samples_of_other_rows_are_refused(xp):
-    features, sample = xp.ones((9, 2)), xp.zeros(8, np.int32)
+    features, sample = xp.asarray(np.ones((9, 2))), xp.asarray(np.zeros(8, np.int32))
     with pytest.raises(ShapeError, match=r"sample must have shape \(9,\)"):
         SAMPLE_SUM((features, sample, None), (1, "sum"))
