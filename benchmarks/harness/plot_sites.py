@@ -2,14 +2,14 @@
 
 from benchmarks.harness.plot_style import ACCENT, INK, MUTED, PEERS, dress, figure_of, log_ticks
 from benchmarks.harness.rows import OURS
-from benchmarks.harness.wanted import SITE_CONVOLUTIONS
+from benchmarks.harness.target_numbers import SITE_CONVOLUTIONS
 
 CONVOLUTIONS_FILE = "site_convolutions.png"
 BLOCKS_OR_SITES_FILE = "blocks_or_sites.png"
 FORWARD = ("forward, weights packed", "forward")  # the first that was timed
 
 _BLOBS = "400x700"  # of blobs, the image of which all channels are timed
-_WANTED = {
+_TARGETS = {
     scene: times for (scene, image), times in SITE_CONVOLUTIONS.items() if image in ("", _BLOBS)
 }
 
@@ -17,7 +17,7 @@ _WANTED = {
 def pictures(rows):
     """Yield (figure, file) of what the rows of a folder allow."""
     rows = [row for row in rows if row.dtype == "float16"]
-    timed = [r for r in rows if r.op == "submanifold_conv" and r.suite in _WANTED]
+    timed = [r for r in rows if r.op == "submanifold_conv" and r.suite in _TARGETS]
     timed = [r for r in timed if not r.suite.startswith("blobs") or r.shape.startswith(_BLOBS)]
     if timed:
         yield _convolutions(timed), CONVOLUTIONS_FILE
@@ -39,7 +39,7 @@ def forward_times(rows, names=FORWARD, implementation=OURS):
 
 
 def _convolutions(rows):
-    scenes = {name: [r for r in rows if r.suite == name] for name in _WANTED}
+    scenes = {name: [r for r in rows if r.suite == name] for name in _TARGETS}
     scenes = {name: found for name, found in scenes.items() if forward_times(found)}
     under = (
         f"3x3x3, of blobs 3x3, float16, the convolution alone: ours in a graph, of spconv its "
@@ -53,7 +53,7 @@ def _convolutions(rows):
             (OURS, forward_times(found), {"color": ACCENT, "marker": "o", "lw": 2.4, "ms": 5.5}),
             ("spconv 2.3.8", forward_times(found, ("forward",), "spconv"),
              {"color": PEERS[0], "marker": "s", "lw": 1.3, "ms": 4}),
-            ("wanted", _WANTED[name], {"color": INK, "marker": "_", "lw": 0, "ms": 12}),
+            ("target", _TARGETS[name], {"color": INK, "marker": "_", "lw": 0, "ms": 12}),
         ]  # fmt: skip
         for label, times, style in lines:
             axis.plot(list(times), list(times.values()), label=label, **style)

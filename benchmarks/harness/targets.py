@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from benchmarks.harness.rows import GIVEN, WITH_MASK, Row
-from benchmarks.harness.wanted import (
+from benchmarks.harness.target_numbers import (
     LAYERS,
     NETWORKS,
     SITE_CONVOLUTIONS,
@@ -153,20 +153,20 @@ def _ratio_to_dense(op, mask, dtype, shape, ratio):
     return Target(text, applies, lambda row, run: row.ratio_to_dense, " x dense", at_least=ratio)
 
 
-def _of_wanted(text, wanted, ratio):
-    """Return a target of rows that each have a number of their own, or None: ``wanted(row)``.
+def _of_own_number(text, number, ratio):
+    """Return a target of rows that each have a number of their own, or None: ``number(row)``.
 
     ``ratio`` says whether rows are times faster than dense; else they are microseconds.
     """
 
     def share(row, run):
-        return row.ratio_to_dense / wanted(row) if ratio else wanted(row) / row.us
+        return row.ratio_to_dense / number(row) if ratio else number(row) / row.us
 
     def applies(row, run):
         timed = row.ratio_to_dense if ratio else row.timed_by in ("graph", "host")
-        return bool(timed) and wanted(row) is not None
+        return bool(timed) and number(row) is not None
 
-    return Target(text, applies, share, " of what was wanted", at_least=1)
+    return Target(text, applies, share, " x the target", at_least=1)
 
 
 def _image_of(row):
@@ -189,33 +189,33 @@ def _site_maps(row):
 
 def _networks():
     """Yield the targets of whole networks, of layers and of sites, and of calls in PyTorch."""
-    for network, wanted in NETWORKS.items():
+    for network, numbers in NETWORKS.items():
 
-        def of(row, network=network, wanted=wanted):
+        def of(row, network=network, numbers=numbers):
             is_of = (row.op, row.suite, row.variant) == ("network", *network)
-            return wanted.get(row.density) if is_of and row.dtype != "float32" else None
+            return numbers.get(row.density) if is_of and row.dtype != "float32" else None
 
-        shares = ", ".join(f"{share:.0%}: {times:g}x" for share, times in wanted.items())
-        yield _of_wanted(f"{', '.join(network)}, of blocks {shares} against dense", of, True)
+        shares = ", ".join(f"{share:.0%}: {times:g}x" for share, times in numbers.items())
+        yield _of_own_number(f"{', '.join(network)}, of blocks {shares} against dense", of, True)
     for op in ("stack_conv2d", "fused_conv"):
 
         def of(row, op=op):
             return LAYERS.get(row.density) if (row.op, row.suite) == (op, "resnet50") else None
 
-        yield _of_wanted(f"{op}, layers of ResNet-50: a tenth 2x of cuDNN, all 0.9x", of, True)
-    yield _of_wanted("submanifold_conv, weights packed", _site_conv, False)
-    yield _of_wanted("coordinate_map and kernel_map of a 3^d kernel", _site_maps, False)
+        yield _of_own_number(f"{op}, layers of ResNet-50: a tenth 2x of cuDNN, all 0.9x", of, True)
+    yield _of_own_number("submanifold_conv, weights packed", _site_conv, False)
+    yield _of_own_number("coordinate_map and kernel_map of a 3^d kernel", _site_maps, False)
 
     def of_networks(row):
         return SITE_NETWORKS.get((row.suite, row.variant)) if row.op == "site_network" else None
 
-    yield _of_wanted("Networks at sites", of_networks, False)
+    yield _of_own_number("Networks at sites", of_networks, False)
 
     def of_calls(row):
         return TORCH_HOST.get((row.op, row.variant)) if row.suite == "torch host" else None
 
-    yield _of_wanted("Host cost of sbnet_cupy.torch: 25 us a gather, 35 a convolution, 40 a unit, "
-                     "45 SparseConv2d", of_calls, False)  # fmt: skip
+    calls = "25 us a gather, 35 a convolution, 40 a unit, 45 SparseConv2d"
+    yield _of_own_number(f"Host cost of sbnet_cupy.torch: {calls}", of_calls, False)
 
 
 TARGETS = [

@@ -298,7 +298,7 @@ def test_targets_of_networks_sites_and_calls():
     found = verdicts(
         make_row(**network, density=0.1, ratio_to_dense=4.5),
         make_row(**network, density=1.0, ratio_to_dense=0.475),
-        make_row(**network, density=0.3, ratio_to_dense=1.0),  # for which no number was wanted
+        make_row(**network, density=0.3, ratio_to_dense=1.0),  # which has no target
         make_row(**layer, density=0.1, ratio_to_dense=1.0),
         make_row(**conv, suite="scan 14000", variant="64 channels, forward, weights packed", us=8),
         make_row(**conv, suite="scan 14000", variant="64 channels, forward", us=9),
@@ -527,6 +527,6 @@ def test_pictures_of_sites(tmp_path):
     figures = {name: figure for figure, name in sites.pictures(rows)}
     (axis,) = figures["site_convolutions.png"].axes
     lines = {line.get_label(): list(line.get_ydata()) for line in axis.get_lines()}
-    assert lines["sbnet_cupy"] == [7.0, 6.0] and lines["wanted"] == [7, 7, 10, 22, 60]
+    assert lines["sbnet_cupy"] == [7.0, 6.0] and lines["target"] == [7, 7, 10, 22, 60]
     (axis,) = figures["blocks_or_sites.png"].axes
     assert [list(line.get_ydata()) for line in axis.get_lines()] == [[8.0, 8.0], [4.0, 4.0]]

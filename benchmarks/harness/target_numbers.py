@@ -1,4 +1,4 @@
-"""The numbers that were wanted of layers, networks and sites on an H200, in float16.
+"""The numbers of the targets of layers, networks and sites on an H200, in float16.
 
 docs/design/networks.md and docs/design/submanifold.md say where they come from. A key says which
 rows a number is for.
