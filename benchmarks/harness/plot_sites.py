@@ -45,8 +45,8 @@ def _convolutions(rows):
         f"3x3x3, of blobs 3x3, float16, the convolution alone: ours in a graph, of spconv its "
         f"kernels without the time between them; {rows[0].gpu}"
     )
-    figure = figure_of(11, 4.6, "submanifold_conv by channels: us per call", under)
-    axes = _panels(figure, len(scenes))
+    figure = figure_of(11, 7.4, "submanifold_conv by channels: us per call", under)
+    axes = _panels(figure, len(scenes), 2)
     for axis, (name, found) in zip(axes, scenes.items(), strict=True):
         dress(axis, f"{name.split()[0]}, {found[0].shape.partition(', ')[2]}", "y")
         lines = [
