@@ -111,8 +111,6 @@ class PatchPlan(NamedTuple):
         moved = tiles * read * _pixel_bytes(conv) + loads * conv.chunks * columns * ROW
         brought = moved / (63.9 * device.multiprocessors)
         search = 343 + 5.89 * read
-        if rounds > 1 and self.blocks == self.patch_stages == 1:
-            search += _ITS_TURN
         return 1880 + search + max(path, brought, conv.memory_cycles(False))
 
 
@@ -125,8 +123,6 @@ def _has_rest(conv):
     return _pixel_bytes(conv) % ROW > 0
 
 
-# More cycles where the patch of a next tile cannot come while this one's is multiplied.
-_ITS_TURN = 3000
 _ONE_BY_ONE = 240  # more cycles of a chunk whose steps of K are begun one by one
 
 # part of a block, patches, output channels, warps or groups of four warps, thread blocks
