@@ -51,7 +51,7 @@ class PatchPlan(NamedTuple):
             spills = crowded and conv.slowness and (self.patches > 1 or pixels == _SMALL)
             large = pixels > _SMALL
             return spills or conv.channels_out > columns or (large and crowded == several)
-        large = conv.scales_last and pixels >= _SMALL
+        large = columns > PANEL or (conv.scales_last and pixels >= _SMALL)
         if crowded and conv.slowness and (conv.activation < 0 or large):  # a sum follows
             return True
         return _has_rest(conv) and crowded and (several or columns > PANEL)
