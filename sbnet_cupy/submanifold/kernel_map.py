@@ -281,7 +281,10 @@ def made_by(onto, kernel_size, coarse):
     return made
 
 
-_COPIES = " (copies, and sites that were pickled, do not keep it: make those of x from them anew)"
+_COPIES = (
+    " (with a function of the same module, sbnet_cupy or an adapter; "
+    "copies, and sites that were pickled, do not keep it: make those of x from them anew)"
+)
 
 
 def check_made(is_known, kernel_size, others=()):

@@ -74,6 +74,17 @@ def test_transposed_and_inverse_conv_are_transposes(torch, st, device):
         st.inverse_conv(y, w.transpose(-1, -2).contiguous(), onto=x)
 
 
+def test_an_inverse_of_what_another_module_made_says_so(torch, st, device):
+    """The core and the adapter do not know of each other's convolutions and poolings."""
+    x = made(torch, st, device)
+    for there, here in ((sb, st), (st, sb)):
+        down = there.strided_conv(x, values(torch, 2, 2, 4, 5, device=device), stride=2)
+        with pytest.raises(ValueError, match="function of the same module"):
+            here.inverse_conv(down, values(torch, 2, 2, 5, 4, device=device), onto=x)
+        with pytest.raises(ValueError, match="function of the same module"):
+            here.sparse_unpool(there.sparse_max_pool(x, 2), onto=x)
+
+
 NAMES = ["submanifold", "strided", "inverse", "transposed", "site"]
 
 
