@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from ..block_sparse.grid import resolve_grid
 from ..core.arrays import array_function
-from ._tensors import run, spec_of, tensor_of
+from ._tensors import known_spec, run, spec_of, tensor_of
 
 _STACKS = ("blocks", "active_block_indices")  # arrays with a row for each block
 
@@ -44,16 +44,17 @@ class Operation:
         """Check a call; return the specs of its tensors, and the static shape of its result.
 
         Of a batch or a stack the number may be unknown: any will do for the checks. If other sizes
-        are unknown, all is checked when the graph runs, and there are no specs.
+        are unknown, all is checked when the graph runs, and there are no specs. Layers, which
+        TensorFlow computes with no further checks, raise.
         """
         named = dict(zip(self.operator.arrays, tensors, strict=True))
         from_images = not {"blocks", "base"} & set(named)  # to blocks
         first = named["active_block_indices" if from_images else "x"]
         counts = [self._count(named, name in _STACKS) for name in named]
-        specs = [
-            None if t is None else spec_of(t, count)
-            for t, count in zip(tensors, counts, strict=True)
-        ]
+        if self.operator.options[0] == "bsize":
+            specs = list(map(spec_of, tensors, counts))
+        else:  # of a layer
+            specs = list(map(known_spec, self.names, tensors, counts))
         if any(s is None and t is not None for s, t in zip(specs, tensors, strict=True)):
             resolve_grid(*options[:3])
             return None, (None,) * 4 if from_images else first.shape

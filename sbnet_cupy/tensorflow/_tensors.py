@@ -62,6 +62,16 @@ def spec_of(tensor, count=1):
     return None if None in shape else ArraySpec(tuple(shape), dtype)
 
 
+def known_spec(name, tensor, count=1, what="known sizes"):
+    """Return the spec of a tensor, None for None; raise where too little is known of its shape."""
+    spec = spec_of(tensor, count)
+    if spec is None and tensor is not None:
+        raise ShapeError(
+            f"{name} must have {what} inside tf.function, got {tensor.shape}; call set_shape first"
+        )
+    return spec
+
+
 def run(function, values, dtypes, shapes):
     """Call a function of the package on tensors, now or when the graph runs.
 

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import tensorflow as tf
+
 from ..block_sparse.active_grid import check_active_grid
 from ..block_sparse.block_params import calc_block_params, calc_block_params_res_block
 from ..block_sparse.bottleneck.res_block import goes_fused, what_is_uncovered
@@ -12,11 +14,10 @@ from ..block_sparse.from_mask import find_blocks, images_of_mask, is_mask, takes
 from ..core.arrays import compute_dtype
 from ..core.sizes import pair
 from ..dense.conv2d import resolve_problem
-from ..errors import ShapeError
 from . import _namespace as ops
 from ._layers import CONV, UNIT, gathered_conv, gathered_unit
-from ._tensors import spec_of, tensor_of
-from .ops import reduce_mask
+from ._tensors import known_spec, tensor_of
+from .ops import MASK_SIZES, reduce_mask
 
 
 def sparse_conv2d(
@@ -79,7 +80,7 @@ def sparse_conv2d(
     check_method(method)
     x, w = tensor_of("x", x), tensor_of("w", w)
     convolution = (strides, padding, activation, data_format, w_format, precision)
-    problem = resolve_problem(_known(x), spec_of(w), *convolution)
+    problem = resolve_problem(_known(x), _known_kernel("w", w), *convolution)
     if takes_blocks_from(indices, bsize, capacity):
         image_hw = x.shape[1:3] if problem.channels_last else x.shape[2:]
         where = ((x.shape[0], *image_hw), problem.kernel, problem.strides, problem.pads)
@@ -150,11 +151,11 @@ def sparse_res_block_bottleneck(
     if not isinstance(weights, BottleneckWeights):
         raise TypeError(f"weights must be a BottleneckWeights, got {type(weights).__name__}")
     x, w_project = tensor_of("x", x), tensor_of("w_project", w_project)
-    named = (("weights." + name, value) for name, value in vars(weights).items())
-    weights = BottleneckWeights(*(tensor_of(name, value) for name, value in named))
+    named = {"weights." + name: value for name, value in vars(weights).items()}
+    weights = BottleneckWeights(*map(tensor_of, named, named.values()))
     strides = pair(strides, "strides")
-    specs = weights._map_arrays(spec_of)
-    check_unit(_known(x), specs, spec_of(w_project), strides)
+    specs = BottleneckWeights(*map(_known_kernel, named, weights._arrays()))
+    check_unit(_known(x), specs, _known_kernel("w_project", w_project), strides)
     if takes_blocks_from(indices, bsize, capacity):
         where = (tuple(x.shape[:3]), (3, 3), strides, "SAME")
         indices, block_params = _blocks(where, indices, block_params, bsize, capacity)
@@ -201,9 +202,11 @@ def mask_conv2d(x, w, mask, strides=(1, 1), padding: Any = "SAME", *, precision=
     [[2.0, 0.0, 0.0], [0.0, 2.0, 0.0], [0.0, 0.0, 2.0]]
     """
     x, w, mask = tensor_of("x", x), tensor_of("w", w), images_of_mask(tensor_of("mask", mask))
-    problem = resolve_mask_conv(
-        _known(x), spec_of(w), _known(mask, "mask"), strides, padding, precision
-    )
+    sizes = [each.shape[0] for each in (x, mask) if each is not None and each.shape.rank]
+    count = next((size for size in sizes if size is not None), 1)
+    spec = known_spec("mask", mask, count, MASK_SIZES)
+    convolution = _known(x, count), _known_kernel("w", w), spec
+    problem = resolve_mask_conv(*convolution, strides, padding, precision)
     mask = mask if mask.shape.rank == 4 else mask[..., None]
     mask = ops.cast(mask, compute_dtype(x.dtype.as_numpy_dtype))
     return masked_convolution(ops, x, w, mask, problem, precision)
@@ -211,17 +214,17 @@ def mask_conv2d(x, w, mask, strides=(1, 1), padding: Any = "SAME", *, precision=
 
 def _blocks(where, indices, *given):
     """Return the list of blocks and the BlockParams of a call that gives a mask, or ``bsize``."""
-    if is_mask(indices):
+    if is_mask(indices) or tf.is_tensor(indices):  # whose rank may be unknown
         indices = tensor_of("indices", indices)
+        known_spec("indices, where it is a mask,", indices, what=MASK_SIZES)
     return find_blocks(indices, *given, where, reduce_mask)
 
 
-def _known(x, name="x"):
+def _known(x, count=1):
     """Return the spec of an image, or raise where too little is known of it."""
-    spec = spec_of(x)
-    if spec is None and x is not None:
-        raise ShapeError(
-            f"{name} must have a known height, width and number of channels inside tf.function, "
-            f"got {x.shape}; call set_shape first"
-        )
-    return spec
+    return known_spec("x", x, count, "a known height, width and number of channels")
+
+
+def _known_kernel(name, w):
+    """Return the spec of an array of weights, or raise where a size is not known."""
+    return known_spec(name, w, count=None)

@@ -7,9 +7,10 @@ from ..block_sparse.from_mask import images_of_mask
 from ..block_sparse.mask.reduce_mask import REDUCE_MASK
 from ..block_sparse.mask.reduce_mask import reduce_mask as core_reduce_mask
 from ..core.sizes import pair
-from ..errors import ShapeError
 from ._namespace import GATHER, SCATTER
-from ._tensors import run, spec_of, tensor_of
+from ._tensors import known_spec, run, tensor_of
+
+MASK_SIZES = "a known height and width"
 
 
 def reduce_mask(
@@ -53,12 +54,7 @@ def reduce_mask(
     [[0, 1, 0]]
     """
     mask = images_of_mask(tensor_of("mask", mask))
-    spec = spec_of(mask)
-    if spec is None and mask is not None:
-        raise ShapeError(
-            f"mask must have a known height and width inside tf.function, got {mask.shape}; "
-            "call set_shape first"
-        )
+    spec = known_spec("mask", mask, what=MASK_SIZES)
     REDUCE_MASK.infer((spec,), (block_count, bsize, boffset, bstride, tol, avgpool, capacity))
     options = {"bsize": bsize, "boffset": boffset, "bstride": bstride, "tol": tol}
     options |= {"avgpool": avgpool, "capacity": capacity}

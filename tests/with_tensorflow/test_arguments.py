@@ -117,6 +117,56 @@ def test_what_a_graph_cannot_know_it_asks_for_or_finds_when_it_runs(tf, sbt):
         late(X[0])
 
 
+UNKNOWN = [
+    ("w", (3, 3, None, 2)), ("w", (None, 3, 3, 2)), ("bin_counts", (None,)),
+    ("active_block_indices", None), ("bias", (None,)), ("base", (None, None, None, 2)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "shape"), UNKNOWN, ids=str)
+def test_layers_name_what_a_graph_does_not_know(tf, sbt, name, shape):
+    params, active = layer()
+    tensors = {
+        "x": tf.constant(X), "w": tf.ones((3, 3, 3, 2)), "bin_counts": active.bin_counts,
+        "active_block_indices": active.active_block_indices, "bias": tf.ones(2),
+        "base": tf.ones((*X.shape[:3], 2)),
+    }  # fmt: skip
+
+    def convolve(x, w, bin_counts, active_block_indices, bias, base):
+        active = bin_counts, active_block_indices
+        return sbt.sparse_conv2d(x, w, active, params, bias=bias, base=base)
+
+    signature = [
+        tf.TensorSpec(shape if each == name else array.shape, array.dtype)
+        for each, array in tensors.items()
+    ]
+    with pytest.raises(ShapeError, match=rf"{name} must have known sizes .*set_shape"):
+        tf.function(convolve, signature)(*map(tf.constant, tensors.values()))
+
+
+@pytest.mark.parametrize("shape", [None, (None, None, None)], ids=str)
+def test_layers_name_a_mask_of_unknown_size(tf, sbt, shape):
+    x, w, mask = tf.constant(X), tf.ones((3, 3, 3, 2)), tf.TensorSpec(shape, tf.float32)
+    for layer_of in (
+        lambda mask: sbt.sparse_conv2d(x, w, mask, bsize=4),
+        lambda mask: sbt.mask_conv2d(x, w, mask),
+    ):
+        with pytest.raises(ShapeError, match=r"mask,? must have a known height and .*set_shape"):
+            tf.function(layer_of, [mask])(MASK)
+
+
+def test_mask_conv2d_takes_an_unknown_number_of_masks_or_images(tf, sbt):
+    x, w, mask = tf.constant(X), tf.ones((3, 3, 3, 2)), tf.constant(MASK, tf.float32)
+    expected = sbt.mask_conv2d(x, w, mask)
+
+    def convolve(x, mask):
+        return sbt.mask_conv2d(x, w, mask)
+
+    for shapes in (((None, *x.shape[1:]), mask.shape), (x.shape, (None, *mask.shape[1:]))):
+        signature = [tf.TensorSpec(shape, tf.float32) for shape in shapes]
+        assert np.array_equal(tf.function(convolve, signature)(x, mask), expected)
+
+
 def test_tensors_as_numbers(tf, sbt):
     mask = tf.ones((1, 4, 4))
 
