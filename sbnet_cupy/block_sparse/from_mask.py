@@ -84,7 +84,8 @@ def find_blocks(indices, block_params, bsize, capacity, convolution, reduce_mask
             raise TypeError(f"bsize must be None where block_params is given, got {bsize!r}")
         block_params = params_of_output(image[1:], bsize, *sizes)
     if not is_mask(indices):
-        if capacity is not None:
+        is_pair = isinstance(indices, tuple | list) and len(indices) == 2
+        if capacity is not None and (is_pair or isinstance(indices, ArrayContainer)):
             raise TypeError(
                 f"capacity must be None with a list of blocks, got {capacity!r}; it is the number "
                 "of blocks to list of a mask"

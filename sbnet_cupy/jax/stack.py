@@ -317,8 +317,9 @@ def stack_interpolate(
     resize = resolve_resize(spec_of("x", x), BlockTable(*arrays, *sizes), *given)
     if resize.factors is None:
         raise NotImplementedError(
-            f"stack_interpolate has no resize by {scale_factor!r} to size {size!r} with "
-            f"align_corners {align_corners!r} in JAX; use a whole scale_factor"
+            "stack_interpolate resizes by whole factors in JAX, and without align_corners, got "
+            f"scale_factor {scale_factor!r}, size {size!r} and align_corners {align_corners!r}; "
+            "resize the images of stack_to_image by jax.image"
         )
     places, (bh, bw), (fh, fw) = Places(table), table.block_size, resize.factors
     if mode == "nearest":

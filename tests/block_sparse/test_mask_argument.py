@@ -309,6 +309,8 @@ def test_refusals():
     refuses(TypeError, "^capacity must be None with a list", indices=active, capacity=4)
     by_params = {"indices": active, "bsize": None, "block_params": params}
     refuses(TypeError, "^capacity must be None with a list", **by_params, capacity=4)
+    for neither in (None, 3, MASK.tolist() * 2):
+        refuses(TypeError, "^indices must be a mask", indices=neither, capacity=4)
     refuses(TypeError, "^block_params must be", indices=active, bsize=None)
     refuses(ShapeError, "^bsize must be a positive integer or a pair of them, got 0$", bsize=0)
     refuses(ShapeError, "^capacity", capacity=-1)
