@@ -39,7 +39,12 @@ def pair(value, name, *, minimum=1):
     ):
         return _plain(value[0]), _plain(value[1])
     kind = {1: "a positive integer", 0: "a non-negative integer", None: "an integer"}[minimum]
-    raise ShapeError(f"{name} must be {kind} or a pair of them, got {given!r}")
+    raise ShapeError(f"{name} must be {kind} or a pair of them, got {given!r}{hint_for(given)}")
+
+
+def hint_for(value):
+    """Return what to give in place of an array, which may be symbolic in a trace."""
+    return "; give Python integers, as static arguments in jit" if hasattr(value, "shape") else ""
 
 
 def kernel_pair(ksize, name="ksize"):

@@ -101,6 +101,11 @@ def test_numpy_integers_are_integers():
     assert all(type(v) is int for field in vars(params).values() for v in field)
 
 
+def test_arrays_are_no_sizes():
+    with pytest.raises(ShapeError, match=r"got array\(\[6, 6\]\); give Python integers"):
+        calc_block_params((12, 12), bsize=np.array([6, 6]), ksize=3)
+
+
 def test_a_square_pair_of_ones_is_not_read_as_tensorflow_s():
     assert pair((1, 1), "bsize") == (1, 1)
     assert pair([1, 2, 3, 1], "bsize") == (2, 3)

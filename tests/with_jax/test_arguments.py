@@ -119,6 +119,17 @@ def test_a_number_that_jax_traces_is_refused_by_name(sbj, jax):
     assert jax.jit(count, static_argnums=0)(0.5).item() == 4
 
 
+@pytest.mark.parametrize("name", ["bsize", "capacity"])
+def test_a_size_that_jax_traces_must_be_static(sbj, jax, name):
+    def count(size):
+        sizes = {"bsize": 2, "capacity": 4, name: size}
+        return sbj.reduce_mask(jax.numpy.ones((1, 4, 4)), (2, 2), **sizes).bin_counts
+
+    with pytest.raises(ShapeError, match=f"{name} must be a .*; give Python integers, as static "):
+        jax.jit(count)(2)
+    assert jax.jit(count, static_argnums=0)(2) == 4
+
+
 def test_an_error_inside_a_callback_reaches_the_caller(sbj, jax, monkeypatch):
     def fail(operator, arrays, options):
         raise RuntimeError("the message")

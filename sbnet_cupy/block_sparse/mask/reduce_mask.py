@@ -19,7 +19,7 @@ from ...core.checks import check_array, check_contiguous, check_flag, check_tole
 from ...core.compile import cpp_name
 from ...core.device import has_clusters, sm_count
 from ...core.operator import Operator, Plan
-from ...core.sizes import is_integer, pair
+from ...core.sizes import hint_for, is_integer, pair
 from ...core.workspace import workspace
 from ...errors import ShapeError
 from ..active_blocks import ActiveBlocks
@@ -177,6 +177,7 @@ def _check(mask, block_count, capacity):
     if capacity is not None and (not is_integer(capacity) or not 0 <= capacity <= _MOST_BLOCKS):
         raise ShapeError(
             f"capacity must be a non-negative integer below 2**31, or None, got {capacity!r}"
+            f"{hint_for(capacity)}"
         )
     blocks = (mask.shape[0], *block_count)
     if math.prod(blocks) > _MOST_BLOCKS:
