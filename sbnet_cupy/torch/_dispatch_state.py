@@ -312,6 +312,13 @@ def written_arguments(func):
     return {name: i for name, i, alias in aliases if alias is not None and alias.is_write}
 
 
+def aten_operator(func):
+    """Return the name of an ATen operator with that of its overload, or None of other functions."""
+    if not isinstance(func, _Overload) or func.namespace != "aten":
+        return None
+    return func.__name__
+
+
 # Of functions of PyTorch's own in Python, which wrap what a module or a checkpoint was given.
 BACKWARD_HOOK, CHECKPOINT = "BackwardHookFunctionBackward", "CheckpointFunctionBackward"
 

@@ -413,7 +413,16 @@ class SparseModel(Report, nn.Module):
     def train(self, mode=True):
         """Set the network to training or evaluation."""
         self._forget()
-        return super().train(mode)
+        before = self.training
+        try:
+            return super().train(mode)
+        except NotImplementedError as refusal:  # PyTorch's, of a module that torch.export made
+            self.training = before
+            raise NotImplementedError(
+                "train() and eval() cannot be called on a sparsified network that has a module "
+                "made by torch.export, which stays in the mode in which it was exported; export it "
+                "after model.train() or model.eval(), and in evaluation set sparse.training = False"
+            ) from refusal
 
     def _apply(self, *args, **kwargs):
         self._forget()

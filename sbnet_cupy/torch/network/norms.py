@@ -59,6 +59,17 @@ def batch_norm(
     return T.postpone(table, plan.then(before=rest_of(input)), block, size, reach)
 
 
+def _torch_batch_norm(
+    func, input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled
+):
+    """Run ``torch.batch_norm``, which has its weights before the statistics."""
+    norm = running_mean, running_var, weight, bias
+    return batch_norm(F.batch_norm, input, *norm, training, momentum, eps)
+
+
+alias(_torch_batch_norm, torch.batch_norm)
+
+
 @handles("group_norm")
 def group_norm(func, input, num_groups, weight=None, bias=None, eps=1e-5, cudnn_enabled=True):
     """Normalize groups of channels of an image, in which inactive pixels are 0."""
@@ -122,6 +133,18 @@ def instance_norm(
     return group_norm(func, input, T.shape(input)[1], weight, bias, eps)
 
 
+def _torch_instance_norm(
+    func, input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps,
+    cudnn_enabled,
+):  # fmt: skip
+    """Run ``torch.instance_norm``, which has its weights before the statistics."""
+    norm = running_mean, running_var, weight, bias
+    return instance_norm(F.instance_norm, input, *norm, use_input_stats, momentum, eps)
+
+
+alias(_torch_instance_norm, torch.instance_norm)
+
+
 def _on_stack(x, func, *args, value=None, **kwargs):
     """Return a StackTensor of what a function makes of a stack, with blocks as they are."""
     value = T.value_of(x) if value is None else value
@@ -146,7 +169,9 @@ def _normal(dim, count):
 
 
 @handles("layer_norm")
-def layer_norm(func, input, normalized_shape, weight=None, bias=None, eps=1e-5, **rest):
+def layer_norm(
+    func, input, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True
+):
     """Normalize over the last dimensions, where they are channels."""
     last = T.dims(input) - len(normalized_shape)
     if not isinstance(input, T.StackTensor) or last <= max(T.facts(input)[3]):

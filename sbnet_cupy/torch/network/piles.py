@@ -9,6 +9,7 @@ import torch
 
 from .._dispatch_state import plainly, without_memory
 from . import tensor as T
+from .aten import public
 from .handlers import is_of_shape
 from .trees import tree_map
 
@@ -36,7 +37,7 @@ class Pile(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         """Run a function of PyTorch that was called with one."""
-        kwargs = kwargs or {}
+        func, args, kwargs = public(func, args, kwargs or {})
         if is_of_shape(func):
             return plainly(func, *args, **kwargs)
         pile = args[0] if args else None

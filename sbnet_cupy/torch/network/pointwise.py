@@ -323,7 +323,7 @@ def prelu(func, input, weight):
     return with_rest(out, lambda: func(rest()[None], weight)[0])
 
 
-@handles("dropout", "alpha_dropout")
+@handles("dropout", "dropout_", "alpha_dropout", "alpha_dropout_")
 def dropout(func, input, p=0.5, *args, **kwargs):
     """Drop single numbers; where none is, return the input, which may still wait."""
     training = args[0] if args else kwargs.get("train", kwargs.get("training", func is F.dropout))
@@ -332,7 +332,14 @@ def dropout(func, input, p=0.5, *args, **kwargs):
     return pointwise(func, input, p, *args, **kwargs)
 
 
-@handles("dropout2d", "dropout3d", "feature_dropout", "feature_alpha_dropout", "dropout1d")
+@handles(
+    "dropout2d",
+    "dropout3d",
+    "feature_dropout",
+    "feature_dropout_",
+    "feature_alpha_dropout",
+    "dropout1d",
+)
 def channel_dropout(func, x, p=0.5, training=True, inplace=False):
     """Drop whole channels of images: the same in all blocks of an image."""
     if not training or p == 0 or not isinstance(x, T.StackTensor):
@@ -341,7 +348,8 @@ def channel_dropout(func, x, p=0.5, training=True, inplace=False):
         return NotImplemented
     table, value = T.facts(x)[0], T.value_of(x)
     kept = func(value.new_ones(table.batch, x.shape[1], 1, 1), p, training)
-    return pointwise(torch.Tensor.mul_ if inplace else torch.mul, x, kept)
+    writes = inplace or func.__name__ == "feature_dropout_"
+    return pointwise(torch.Tensor.mul_ if writes else torch.mul, x, kept)
 
 
 @handles("register_hook")

@@ -22,6 +22,7 @@ from .._dispatch_state import (
     written_arguments,
 )
 from . import aliases, casts, left, stages
+from .aten import public
 from .current import Current
 from .handlers import BORDERED, HANDLERS, INSTEAD, METADATA, REFUSED, keeps_rest, takes
 from .trees import tree_leaves, tree_map
@@ -383,6 +384,7 @@ def gathered(image, like, steps=None):
 
 def dispatch(func, args, kwargs):
     """Run a function that was called with a StackTensor."""
+    func, args, kwargs = public(func, args, kwargs)
     handler = None if kwargs and kwargs.get("out") is not None else HANDLERS.get(func)
     name = getattr(func, "__name__", None) or str(func)
     if handler is None and name == "__get__":

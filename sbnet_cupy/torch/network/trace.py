@@ -63,7 +63,7 @@ class Trace:
             self.rows.insert(at, row)
         return result
 
-    def timed(self, row, run, *args, **kwargs):
+    def timed(self, row, run, /, *args, **kwargs):
         """Run a function for a row, and give it the time that no other row takes."""
         self.running.append(row)
         self.inner.append(0.0)
@@ -166,7 +166,8 @@ class _Beside(TorchFunctionMode):
             return func(*args, **kwargs)
         if not trace.is_whole((args, kwargs)):
             return func(*args, **kwargs)
-        return trace.on_image(func.__name__, func, args, kwargs, always=False)
+        kind = func.__name__.split(".")[0]  # of an operator, an overload follows
+        return trace.on_image(kind, func, args, kwargs, always=False)
 
 
 _CONVOLUTIONS = {"conv1d", "conv2d", "conv3d"}
@@ -199,7 +200,7 @@ def _work(kind, args, kwargs, result):
 _SMALL = {
     "size", "dim", "permute", "transpose", "view", "reshape", "flatten", "contiguous", "chunk",
     "split", "__getitem__", "select", "unsqueeze", "squeeze", "detach", "to", "new_zeros",
-    "dropout", "new_ones", "new",
+    "dropout", "dropout_", "new_ones", "new",
 }  # fmt: skip
 
 

@@ -1,0 +1,84 @@
+"""ATen operators, which graphs of torch.export call, as the public functions that do the same."""
+
+import functools
+import inspect
+import sys
+import types
+
+import torch
+from torch.nn import functional as F
+
+from .._dispatch_state import aten_operator
+from .handlers import HANDLERS, METADATA, REFUSED
+
+
+def public(func, args, kwargs):
+    """Return (function, args, kwargs) of the public function for an operator's call.
+
+    A call of anything else is returned as it is.
+    """
+    name = aten_operator(func)
+    if name is None or not args:
+        return func, args, kwargs
+    made = _OTHERS.get(name) or _by_name(func, name.split(".")[0], len(args), tuple(kwargs))
+    return (func, args, kwargs) if made is None else made(*args, **kwargs)
+
+
+@functools.lru_cache(maxsize=4096)
+def _by_name(operator, name, count, keywords):
+    """Return what makes a call of the function of an operator's name, or None."""
+    for space in (torch, torch.Tensor, F):
+        function = getattr(space, name, None)
+        known = function in HANDLERS or (function is not None and name in METADATA | REFUSED)
+        if known and _takes_as(function, operator, count, keywords):
+            return functools.partial(_call, function)
+    function = getattr(F, name[:-1], None) if name.endswith("_") else None
+    if function not in HANDLERS or not _takes_as(function, operator, count, (*keywords, "inplace")):
+        return None
+    return functools.partial(_call, function, inplace=True)
+
+
+def _takes_as(function, operator, count, keywords):
+    """Whether a function means by so many arguments, and these keywords, what an operator does.
+
+    What is written in C++ is made from the operator's own schema.
+    """
+    if not isinstance(function, types.FunctionType):
+        return "inplace" not in keywords
+    given = [argument.name for argument in operator._schema.arguments][1:count]
+    known = list(inspect.signature(function).parameters)
+    return known[1:count] == given and set(keywords) <= set(known[count:])
+
+
+def _call(function, *args, **kwargs):
+    return function, args, kwargs
+
+
+def _slice(x, dim=0, start=None, end=None, step=1):
+    end = None if end == sys.maxsize else end
+    part = slice(start or None, end, None if step == 1 else step)
+    index = (slice(None),) * (dim % x.dim()) + (part,)
+    return torch.Tensor.__getitem__, (x, index), {}
+
+
+def _index(x, indices):
+    index = tuple(slice(None) if i is None else i for i in indices)
+    return torch.Tensor.__getitem__, (x, index), {}
+
+
+def _interpolate(mode, x, size, *rest):
+    *align_corners, factors = rest
+    align_corners = align_corners[0] if align_corners else None
+    return F.interpolate, (x, size, factors, mode, align_corners), {}
+
+
+_OTHERS = {
+    "slice.Tensor": _slice,
+    "index.Tensor": _index,
+    "linalg_vector_norm.default": functools.partial(_call, torch.linalg.vector_norm),
+    "log_sigmoid.default": functools.partial(_call, F.logsigmoid),
+    "sym_size.int": functools.partial(_call, torch.Tensor.size),
+    "upsample_nearest2d.vec": functools.partial(_interpolate, "nearest"),
+    "_upsample_nearest_exact2d.vec": functools.partial(_interpolate, "nearest-exact"),
+    "upsample_bilinear2d.vec": functools.partial(_interpolate, "bilinear"),
+}
