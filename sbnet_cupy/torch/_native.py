@@ -137,6 +137,8 @@ def check_not_traced():
 
 def no_tensor(name, value):
     """Return the error about an argument that is no tensor."""
+    if value is None:
+        return DTypeError(f"{name} must be a torch.Tensor, got None")
     return DTypeError(
         f"{name} must be a torch.Tensor, got {type(value).__name__}; convert it with "
         "torch.as_tensor"

@@ -162,15 +162,23 @@ REFUSED = {
     "out=": lambda x: torch.add(x, x, out=torch.empty(1)),
     "as_strided": lambda x: x.as_strided((1,), (1,)),
     "resize_": lambda x: x.resize_(3),
+    "resize_as_": lambda x: nn.CrossMapLRN2d(3)(x),
+    "as_subclass": lambda x: x.as_subclass(torch.Tensor),
     "retain_grad": lambda x: x.retain_grad(),
+}
+
+
+INSTEAD = {
+    "retain_grad": ".* use register_hook or torch.autograd.grad",
+    "resize_as_": ".* use torch.empty_like; nn.CrossMapLRN2d calls it",
+    "as_subclass": " cannot be used on an activation",
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_has_no_meaning_is_refused_by_name(st, name):
     sparse = st.sparsify(Run(REFUSED[name]), BLOCK)
-    instead = ".* use register_hook or torch.autograd.grad" if name == "retain_grad" else ""
-    with pytest.raises(NotImplementedError, match=name + instead):
+    with pytest.raises(NotImplementedError, match=f"{name}{INSTEAD.get(name, '')}"):
         sparse(image(channels=3).float(), torch.ones(2, *SIZE))
 
 

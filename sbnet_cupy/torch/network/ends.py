@@ -238,8 +238,13 @@ def _check_image(outside, shape, device):
 def check_call(x, mask):
     """Return the mask as bool ``[N, H, W]``, or raise what is wrong with the call."""
     check_image(x)
-    check_tensor("mask", mask)
     n, _, h, w = x.shape
+    if mask is None:
+        raise DTypeError(
+            "mask must be a torch.Tensor, got None; to compute everything use "
+            f"torch.ones({n}, {h}, {w})"
+        )
+    check_tensor("mask", mask)
     if tuple(mask.shape) not in ((n, h, w), (n, 1, h, w)):
         raise ShapeError(
             f"mask must have shape ({n}, {h}, {w}) or ({n}, 1, {h}, {w}), the size of x, got "
@@ -292,7 +297,9 @@ def check_image(x):
             f"x must have shape (N, C, H, W) with a pixel at least, got {tuple(x.shape)}"
         )
     if not x.is_floating_point():
-        raise DTypeError(f"x must be of floating point, got {x.dtype}; use x.float()")
+        parts = "torch.cat([x.real, x.imag], 1), for a network of twice as many channels"
+        instead = parts if x.is_complex() else "x.float()"
+        raise DTypeError(f"x must be of floating point, got {x.dtype}; use {instead}")
     if x.is_meta:
         raise DeviceError(
             "x must be on a device with memory, got one on meta, where a mask says nothing; trace "

@@ -54,6 +54,7 @@ REFUSED = {
 }  # fmt: skip
 INSTEAD = {  # what gives what a refused function would
     "retain_grad": "register_hook or torch.autograd.grad, which give its gradient as an image",
+    "resize_as_": "torch.empty_like; nn.CrossMapLRN2d calls it, nn.LocalResponseNorm does not",
 }
 
 BINARY = """

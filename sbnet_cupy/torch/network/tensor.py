@@ -97,6 +97,12 @@ class StackTensor(torch.Tensor):
             "function that was scripted (with PYTORCH_JIT=0 in the environment all stay as they "
             "are), functions of whole batches, or torch.autograd.grad"
         )
+        if func is torch.ops.aten.alias.default:  # PyTorch asks no subclass about as_subclass
+            refusal = (
+                "as_subclass cannot be used on an activation of a sparsified network, which has a "
+                "subclass of its own; keep what another would hold beside it, or use as_subclass "
+                "on what the network returns"
+            )
         like = first_stack(args, kwargs)
         if like is not None:
             facts(like)[0].refusal = refusal
