@@ -78,3 +78,22 @@ def test_nothing_waits_after_a_call(linear):
     image_values.flush()
     layer.weight.mul_(2)
     torch.testing.assert_close(kept + 0, expected)
+
+
+def test_operators_are_the_functions_of_their_names(linear):
+    layer, x = linear
+    call = torch.ops.aten.linear.default
+    waiting = call(ImageValues(x.clone(), Weights()), layer.weight, layer.bias)
+    assert waiting._product is not None
+    waiting = torch.ops.aten.sigmoid.default(waiting)
+    assert waiting._product is not None
+    torch.testing.assert_close(waiting + 0, layer(x).sigmoid())
+
+
+@pytest.mark.parametrize("operator", ["relu_", "erfinv_"])
+def test_an_operator_writes_after_what_waits(linear, operator):
+    layer, x = linear
+    values = ImageValues(x.clone(), Weights())
+    waiting = layer(values)
+    getattr(torch.ops.aten, operator).default(values)
+    torch.testing.assert_close(waiting + 0, layer(x))

@@ -54,6 +54,14 @@ def _call(function, *args, **kwargs):
     return function, args, kwargs
 
 
+def _batch_norm(x, weight, bias, mean, variance, training, momentum, eps, cudnn_enabled=True):
+    return F.batch_norm, (x, mean, variance, weight, bias, training, momentum, eps), {}
+
+
+def _alias(x):
+    return torch.Tensor.__getitem__, (x, (slice(None),)), {}
+
+
 def _slice(x, dim=0, start=None, end=None, step=1):
     end = None if end == sys.maxsize else end
     part = slice(start or None, end, None if step == 1 else step)
@@ -73,6 +81,8 @@ def _interpolate(mode, x, size, *rest):
 
 
 _OTHERS = {
+    "alias.default": _alias,
+    "batch_norm.default": _batch_norm,
     "slice.Tensor": _slice,
     "index.Tensor": _index,
     "linalg_vector_norm.default": functools.partial(_call, torch.linalg.vector_norm),

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from .._dispatch_state import plainly as without_subclass
 from .._dispatch_state import without_memory
 from . import casts, cuda, cuda_affine, cuda_pool
+from .aten import public
 from .epilogue import finish
 from .handlers import is_of_shape
 from .tensor import StackTensor
@@ -136,7 +137,7 @@ class ImageValues(torch.Tensor):
         """Run a function of PyTorch that was called with one; activations have their own way."""
         if StackTensor in types:
             return NotImplemented
-        kwargs = kwargs or {}
+        func, args, kwargs = public(func, args, kwargs or {})
         if is_of_shape(func):
             return without_subclass(func, *args, **kwargs)
         result = None
@@ -177,6 +178,7 @@ def _may_write(name, args, kwargs):
     """Whether a function may change an argument, as far as its name tells."""
     if any(a is True for a in args) or kwargs.get("inplace") or kwargs.get("out") is not None:
         return True
+    name = name.split(".")[0]  # of an operator, an overload follows
     inplace = not name or name.startswith("__i") or name == "__setitem__"
     return inplace or (name.endswith("_") and not name.endswith("__"))
 
