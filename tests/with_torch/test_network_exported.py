@@ -109,10 +109,7 @@ def test_operators_run_as_the_functions_of_their_names(st, name):
         with torch.set_grad_enabled(grad):
             terms = {"dtype": "float32"} if name == "dtype" else {}
             assert_near(sparse(x, mask).detach(), plain(x, mask).detach(), **terms)
-    left = sparse.dense_layers
-    assert left == plain.dense_layers or (name, left) == (
-        "dtype", {"": "_assert_tensor_metadata.default"},
-    )  # fmt: skip
+    assert sparse.dense_layers == plain.dense_layers
 
 
 def test_an_export_in_training_trains(st):
@@ -202,3 +199,17 @@ def test_the_mode_of_an_exported_module_stays(st, mode):
         with pytest.raises(NotImplementedError, match=r"made by torch.export.* export it after"):
             getattr(sparse, mode)()
         assert sparse.training == training
+
+
+def test_what_a_graph_asserts_of_an_activation_is_checked(st):
+    def checked(x, dtype):
+        places = {"device": x.device, "layout": torch.strided}
+        aten._assert_tensor_metadata.default(x, None, None, dtype, **places)
+        return x * 2
+
+    x, _, mask = given()
+    sparse = st.sparsify(Run(lambda x: checked(x, torch.float64)), BLOCK)
+    sparse(x, mask)
+    assert sparse.dense_layers == {}
+    with pytest.raises(RuntimeError, match="dtype"):
+        st.sparsify(Run(lambda x: checked(x, torch.float32)), BLOCK)(x, mask)

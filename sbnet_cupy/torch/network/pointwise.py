@@ -304,6 +304,14 @@ def convert(func, input, *args, **kwargs):
     return T.facts(like)[0].compute(torch.Tensor.to, plainly(input), *call, **kwargs)
 
 
+@handles("_assert_tensor_metadata")
+def assert_metadata(func, x, size=None, stride=None, dtype=None, **rest):
+    """Check the dtype and the device, as exported graphs do where they convert."""
+    if not isinstance(x, T.StackTensor) or size is not None or stride is not None:
+        return NotImplemented
+    return func(torch.empty(0, dtype=x.dtype, device=x.device), None, None, dtype, **rest)
+
+
 @handles("prelu")
 def prelu(func, input, weight):
     """Multiply negative numbers by one number, or by one for each channel."""

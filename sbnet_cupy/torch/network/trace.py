@@ -200,7 +200,7 @@ def _work(kind, args, kwargs, result):
 _SMALL = {
     "size", "dim", "permute", "transpose", "view", "reshape", "flatten", "contiguous", "chunk",
     "split", "__getitem__", "select", "unsqueeze", "squeeze", "detach", "to", "new_zeros",
-    "dropout", "dropout_", "new_ones", "new",
+    "dropout", "dropout_", "new_ones", "new", "_assert_tensor_metadata",
 }  # fmt: skip
 
 
