@@ -213,3 +213,16 @@ def test_what_a_graph_asserts_of_an_activation_is_checked(st):
     assert sparse.dense_layers == {}
     with pytest.raises(RuntimeError, match="dtype"):
         st.sparsify(Run(lambda x: checked(x, torch.float32)), BLOCK)(x, mask)
+
+
+def test_a_graph_without_the_hooks_of_its_export_is_recorded(st):
+    network = networks.network("resnet_basic").double()
+    x, on, mask = given()
+    module = exported(network, x)
+    sparse = st.sparsify(torch.fx.GraphModule(module, module.graph), BLOCK).eval()
+    sparse.break_even = 2.0
+    expected = networks.oracle(network, x, on, BLOCK)
+    with torch.no_grad():
+        for _ in range(4):
+            assert_near(sparse(x, mask), expected.detach())
+    assert sparse._tapes.kept

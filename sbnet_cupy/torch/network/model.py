@@ -421,7 +421,8 @@ class SparseModel(Report, nn.Module):
             raise NotImplementedError(
                 "train() and eval() cannot be called on a sparsified network that has a module "
                 "made by torch.export, which stays in the mode in which it was exported; export it "
-                "after model.train() or model.eval(), and in evaluation set sparse.training = False"
+                "after model.train() or model.eval(), and after eval() sparsify "
+                "torch.fx.GraphModule(module, module.graph), which takes eval() and is faster"
             ) from refusal
 
     def _apply(self, *args, **kwargs):
