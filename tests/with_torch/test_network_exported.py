@@ -96,6 +96,9 @@ FUNCTIONS = {
     "pixels": lambda x: F.pixel_shuffle(F.pixel_unshuffle(x, 2), 4),
     "piles": lambda x: torch.stack([x, x.relu()]).sum(0),
     "dtype": lambda x: x.to(torch.float32),
+    "device and dtype": lambda x: x.to(x.device, torch.float64) + x.to("cpu", torch.float64) * 2,
+    "memory format": lambda x: x.to(memory_format=torch.channels_last) * x.new_ones(1),
+    "likes": lambda x: x * torch.ones_like(x) + torch.zeros_like(x, dtype=torch.float64),
 }  # fmt: skip
 
 

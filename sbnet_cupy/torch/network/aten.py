@@ -54,8 +54,11 @@ def _call(function, *args, **kwargs):
     return function, args, kwargs
 
 
-def _batch_norm(x, weight, bias, mean, variance, training, momentum, eps, cudnn_enabled=True):
-    return F.batch_norm, (x, mean, variance, weight, bias, training, momentum, eps), {}
+def _batch_norm(
+    x, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled
+):
+    norm = running_mean, running_var, weight, bias
+    return F.batch_norm, (x, *norm, training, momentum, eps), {}
 
 
 def _alias(x):
@@ -69,17 +72,28 @@ def _slice(x, dim=0, start=None, end=None, step=1):
     return torch.Tensor.__getitem__, (x, index), {}
 
 
+def _to(x, *, layout=torch.strided, pin_memory=None, **rest):
+    if layout not in (None, torch.strided) or pin_memory:
+        given = {"layout": layout, "pin_memory": pin_memory}
+        return torch.ops.aten.to.dtype_layout, (x,), given | rest
+    return torch.Tensor.to, (x,), rest
+
+
 def _index(x, indices):
     index = tuple(slice(None) if i is None else i for i in indices)
     return torch.Tensor.__getitem__, (x, index), {}
 
 
-def _interpolate(mode, x, size, *rest):
-    *align_corners, factors = rest
-    align_corners = align_corners[0] if align_corners else None
-    return F.interpolate, (x, size, factors, mode, align_corners), {}
+def _nearest(mode, x, output_size, scale_factors):
+    return F.interpolate, (x, output_size, scale_factors, mode), {}
 
 
+def _bilinear(x, output_size, align_corners, scale_factors):
+    return F.interpolate, (x, output_size, scale_factors, "bilinear", align_corners), {}
+
+
+# Operators whose functions have other names, or take other arguments. Those that are made here have
+# the operators' own after the first.
 _OTHERS = {
     "alias.default": _alias,
     "batch_norm.default": _batch_norm,
@@ -88,7 +102,8 @@ _OTHERS = {
     "linalg_vector_norm.default": functools.partial(_call, torch.linalg.vector_norm),
     "log_sigmoid.default": functools.partial(_call, F.logsigmoid),
     "sym_size.int": functools.partial(_call, torch.Tensor.size),
-    "upsample_nearest2d.vec": functools.partial(_interpolate, "nearest"),
-    "_upsample_nearest_exact2d.vec": functools.partial(_interpolate, "nearest-exact"),
-    "upsample_bilinear2d.vec": functools.partial(_interpolate, "bilinear"),
+    "to.dtype_layout": _to,
+    "upsample_nearest2d.vec": functools.partial(_nearest, "nearest"),
+    "_upsample_nearest_exact2d.vec": functools.partial(_nearest, "nearest-exact"),
+    "upsample_bilinear2d.vec": _bilinear,
 }
