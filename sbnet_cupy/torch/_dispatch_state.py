@@ -305,11 +305,22 @@ def written_arguments(func):
     if isinstance(func, _Packet):
         names = func.overloads()
         func = getattr(func, names[0]) if len(names) == 1 else None
-    schema = getattr(func, "_schema", None) if isinstance(func, _Overload) else None
-    if schema is None:
+    found = _arguments(func)
+    if found is None:
         return None
-    aliases = ((a.name, i, a.alias_info) for i, a in enumerate(schema.arguments))
+    aliases = ((a.name, i, a.alias_info) for i, a in enumerate(found))
     return {name: i for name, i, alias in aliases if alias is not None and alias.is_write}
+
+
+def argument_names(operator):
+    """Return the names of an operator's arguments in their order, or None where no schema tells."""
+    found = _arguments(operator)
+    return None if found is None else [argument.name for argument in found]
+
+
+def _arguments(func):
+    schema = getattr(func, "_schema", None) if isinstance(func, _Overload) else None
+    return None if schema is None else schema.arguments
 
 
 def aten_operator(func):

@@ -312,7 +312,7 @@ def test_sites_follow_features_to_a_device(torch, scn, device):
         (torch.zeros(2, 2), torch.ones(2, 1)), (torch.zeros(2, 2), torch.ones(1, 1))]),
      sb.ShapeError, "features of sample 1 must have a row for each of the 2 of coords of sample 1"),
     (lambda torch, scn: scn.prepare_BLInput([(torch.zeros(2, 2), None)]),
-     sb.DTypeError, r"features of sample 0 must be a torch\.Tensor, got NoneType"),
+     sb.DTypeError, r"features of sample 0 must be a torch\.Tensor, got None$"),
 ])  # fmt: skip
 def test_bad_calls(torch, scn, call, error, words):
     with pytest.raises(error, match=words):

@@ -8,7 +8,7 @@ import types
 import torch
 from torch.nn import functional as F
 
-from .._dispatch_state import aten_operator
+from .._dispatch_state import argument_names, aten_operator
 from .handlers import HANDLERS, METADATA, REFUSED
 
 
@@ -45,9 +45,9 @@ def _takes_as(function, operator, count, keywords):
     """
     if not isinstance(function, types.FunctionType):
         return "inplace" not in keywords
-    given = [argument.name for argument in operator._schema.arguments][1:count]
-    known = list(inspect.signature(function).parameters)
-    return known[1:count] == given and set(keywords) <= set(known[count:])
+    given, known = argument_names(operator), list(inspect.signature(function).parameters)
+    same = given is not None and known[1:count] == given[1:count]
+    return same and set(keywords) <= set(known[count:])
 
 
 def _call(function, *args, **kwargs):

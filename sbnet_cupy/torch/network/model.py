@@ -416,8 +416,10 @@ class SparseModel(Report, nn.Module):
         before = self.training
         try:
             return super().train(mode)
-        except NotImplementedError as refusal:  # PyTorch's, of a module that torch.export made
+        except NotImplementedError as refusal:
             self.training = before
+            if not any(isinstance(module, torch.fx.GraphModule) for module in self.modules()):
+                raise
             raise NotImplementedError(
                 "train() and eval() cannot be called on a sparsified network that has a module "
                 "made by torch.export, which stays in the mode in which it was exported; export it "
