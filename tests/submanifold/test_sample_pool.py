@@ -1,5 +1,7 @@
 """Sums, means and largest numbers of samples, by NumPy and by kernels, against plain loops."""
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -8,6 +10,7 @@ from sbnet_cupy.submanifold import sample_pool
 from sbnet_cupy.submanifold.sample_pool import SAMPLE_ARGMAX, SAMPLE_MAX, SAMPLE_SUM
 from support import site_on_host
 from support.assertions import assert_close, assert_same, to_numpy
+from support.offset_arrays import offset, on_gpu
 from support.strategies import BFLOAT16
 
 DTYPES = [np.float16, BFLOAT16, np.float32, np.float64]
@@ -34,11 +37,7 @@ def arrays(case, dtype, numbers="floats"):
     if numbers == "with NaN":
         values[rng.random(values.shape) < 0.02] = np.nan
         values[rng.random(values.shape) < 0.3] = -np.inf
-    memory = np.empty(n * channels + 16, dtype)
-    begin = -memory.ctypes.data % 16 // memory.itemsize + start
-    features = memory[begin : begin + n * channels].reshape(n, channels)
-    features[...] = values.astype(dtype)
-    return features, sample
+    return offset(values.astype(dtype), start), sample
 
 
 def first_largest(features, sample, batch):
@@ -133,16 +132,7 @@ def test_kernels_on_a_gpu(require, monkeypatch, case, dtype, most):
     cupy = require("gpu")
     if most:
         same_parts(monkeypatch, most)
-    owners = []
-
-    def asarray(array):
-        """Copy an array to the GPU, to an address like its own."""
-        start = array.ctypes.data % 16
-        owners.append(cupy.empty(array.nbytes + 16, np.uint8))
-        view = owners[-1][start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-        view[...] = cupy.asarray(array)
-        return view
-
+    asarray = functools.partial(on_gpu, cupy)
     check_sums(case, dtype, asarray)
     check_largest(case, dtype, asarray)
 

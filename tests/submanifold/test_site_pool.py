@@ -1,5 +1,6 @@
 """Pooling at sites against loops, and its gradients against differences."""
 
+import functools
 import tracemalloc
 
 import numpy as np
@@ -12,6 +13,7 @@ from sbnet_cupy.submanifold.site_max import SITE_MAX, SITE_MAX_GRAD
 from sbnet_cupy.submanifold.site_sum import SITE_SUM
 from support import site_cases, site_on_host, site_oracles
 from support.assertions import assert_close, assert_same, to_numpy
+from support.offset_arrays import offset, on_gpu
 from support.strategies import BFLOAT16
 
 
@@ -150,18 +152,11 @@ def tables(case, dtype):
     n, m, taps, channels, start = case
     rng = np.random.default_rng(m)
 
-    def offset(values):
-        memory = np.empty(values.size + 16, values.dtype)
-        begin = -memory.ctypes.data % 16 // memory.itemsize + start
-        part = memory[begin : begin + values.size].reshape(values.shape)
-        part[...] = values
-        return part
-
     def features(rows):
         values = rng.integers(-3, 3, (rows, channels)) / 2
         values[rng.random(values.shape) < 0.05] = np.nan
         values[rng.random(values.shape) < 0.02] = -np.inf
-        return offset(values.astype(dtype))
+        return offset(values.astype(dtype), start)
 
     rows = np.full((taps, m), -1, np.int32)
     back = np.full((taps, n), -1, np.int32)
@@ -217,16 +212,7 @@ def test_kernels_give_the_bits_of_loops_over_taps(require, case, dtype):
 def test_a_gpu_gives_the_bits_of_loops_over_taps(require, case, dtype):
     cupy = require("gpu")
     given = tables(case, dtype)
-    owners = []
-
-    def asarray(array):
-        """Copy an array to the GPU, to an address like its own."""
-        start = array.ctypes.data % 16
-        owners.append(cupy.empty(array.nbytes + 16, np.uint8))
-        view = owners[-1][start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-        view[...] = cupy.asarray(array)
-        return view
-
+    asarray = functools.partial(on_gpu, cupy)
     assert_same_or_nan(pooled(*given, asarray=asarray), pooled(*given))
 
 
@@ -271,12 +257,14 @@ def test_sites_of_one_s_own_whose_windows_are_empty(xp, body):
 
 
 @pytest.mark.parametrize("reduce", ["sum", "mean", "max"])
-def test_rows_of_no_sample_take_no_gradient(reduce):
+def test_rows_of_no_sample_take_no_gradient(xp, reduce):
     """As in a list of sites that was made by hand: they are in no result."""
     rows, count = np.array([[0, 1], [7, 1], [-3, 2]], np.int32), np.array([3], np.int32)
-    x = sb.SparseTensor(np.ones((3, 1)), sb.CoordinateMap(rows, count, (4,), 1))
+    sites = sb.CoordinateMap(xp.asarray(rows), xp.asarray(count), (4,), 1)
+    x = sb.SparseTensor(xp.asarray(np.ones((3, 1))), sites)
     assert sb.global_pool(x, reduce).tolist() == [[1]]
-    assert sb.global_pool_grad(np.ones((1, 1)), x, reduce).tolist() == [[1], [0], [0]]
+    grad_y = xp.asarray(np.ones((1, 1)))
+    assert sb.global_pool_grad(grad_y, x, reduce).tolist() == [[1], [0], [0]]
 
 
 @pytest.mark.parametrize("order", ["sorted", "shuffled"])
