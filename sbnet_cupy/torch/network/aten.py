@@ -1,4 +1,7 @@
-"""ATen operators, which graphs of torch.export call, as the public functions that do the same."""
+"""ATen operators, which graphs of torch.export call, as the public functions that do the same.
+
+So are norms of ``torch``, which have their weights before the statistics.
+"""
 
 import functools
 import inspect
@@ -17,10 +20,11 @@ def public(func, args, kwargs):
 
     A call of anything else is returned as it is.
     """
-    name = aten_operator(func)
-    if name is None or not args:
-        return func, args, kwargs
-    made = _OTHERS.get(name) or _by_name(func, name.split(".")[0], len(args), tuple(kwargs))
+    name, made = aten_operator(func), None
+    if name is None:
+        made = _NORMS.get(func)
+    elif args:
+        made = _OTHERS.get(name) or _by_name(func, name.split(".")[0], len(args), tuple(kwargs))
     return (func, args, kwargs) if made is None else made(*args, **kwargs)
 
 
@@ -55,10 +59,17 @@ def _call(function, *args, **kwargs):
 
 
 def _batch_norm(
-    x, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled
+    input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled
 ):
     norm = running_mean, running_var, weight, bias
-    return F.batch_norm, (x, *norm, training, momentum, eps), {}
+    return F.batch_norm, (input, *norm, training, momentum, eps), {}
+
+
+def _instance_norm(
+    input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, cudnn_enabled
+):
+    norm = running_mean, running_var, weight, bias
+    return F.instance_norm, (input, *norm, use_input_stats, momentum, eps), {}
 
 
 def _alias(x):
@@ -92,6 +103,7 @@ def _bilinear(x, output_size, align_corners, scale_factors):
     return F.interpolate, (x, output_size, scale_factors, "bilinear", align_corners), {}
 
 
+_NORMS = {torch.batch_norm: _batch_norm, torch.instance_norm: _instance_norm}
 # Operators whose functions have other names, or take other arguments. Those that are made here have
 # the operators' own after the first.
 _OTHERS = {
@@ -99,6 +111,7 @@ _OTHERS = {
     "batch_norm.default": _batch_norm,
     "slice.Tensor": _slice,
     "index.Tensor": _index,
+    "instance_norm.default": _instance_norm,
     "linalg_vector_norm.default": functools.partial(_call, torch.linalg.vector_norm),
     "log_sigmoid.default": functools.partial(_call, F.logsigmoid),
     "sym_size.int": functools.partial(_call, torch.Tensor.size),

@@ -108,10 +108,7 @@ def keeps_rest(name, given):
 
 @functools.lru_cache(maxsize=4096)
 def takes(handler, count, names):
-    """Whether a handler takes so many arguments and keywords of these names; some have others.
-
-    ``torch.batch_norm`` has its weights before the statistics, ``F.batch_norm`` behind them.
-    """
+    """Whether a handler takes so many arguments and keywords of these names; some have others."""
     try:
         inspect.signature(handler).bind(None, *range(count), **dict.fromkeys(names))
     except TypeError:

@@ -59,17 +59,6 @@ def batch_norm(
     return T.postpone(table, plan.then(before=rest_of(input)), block, size, reach)
 
 
-def _torch_batch_norm(
-    func, input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled
-):
-    """Run ``torch.batch_norm``, which has its weights before the statistics."""
-    norm = running_mean, running_var, weight, bias
-    return batch_norm(F.batch_norm, input, *norm, training, momentum, eps)
-
-
-alias(_torch_batch_norm, torch.batch_norm)
-
-
 @handles("group_norm")
 def group_norm(func, input, num_groups, weight=None, bias=None, eps=1e-5, cudnn_enabled=True):
     """Normalize groups of channels of an image, in which inactive pixels are 0."""
@@ -131,18 +120,6 @@ def instance_norm(
     if not is_image(input) or not use_input_stats or running_mean is not None:
         return NotImplemented
     return group_norm(func, input, T.shape(input)[1], weight, bias, eps)
-
-
-def _torch_instance_norm(
-    func, input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps,
-    cudnn_enabled,
-):  # fmt: skip
-    """Run ``torch.instance_norm``, which has its weights before the statistics."""
-    norm = running_mean, running_var, weight, bias
-    return instance_norm(F.instance_norm, input, *norm, use_input_stats, momentum, eps)
-
-
-alias(_torch_instance_norm, torch.instance_norm)
 
 
 def _on_stack(x, func, *args, value=None, **kwargs):

@@ -7,14 +7,7 @@ from ...submanifold.global_pool import samples_of
 from ...submanifold.site_pool import read_floor
 from ...submanifold.sparse_tensor import SparseTensor
 from .convs import inverse_map
-from .maps import (
-    check_floats,
-    check_sparse,
-    kernel_map_of,
-    sample_of,
-    sites_of,
-    valid,
-)
+from .maps import check_floats, check_sparse, kernel_map_of, sample_of, sites_of, valid
 from .operations import sample_max, sample_sum, site_max, site_sum
 
 
