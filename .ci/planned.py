@@ -19,7 +19,12 @@ from sbnet_cupy.core.device import Device
 from sbnet_cupy.dense.activation import scales_last
 from sbnet_cupy.submanifold.site_conv_grad_plan import PIPELINED, WeightGradSizes
 from sbnet_cupy.submanifold.site_conv_instances import ELEMENT_BYTES, FmaPlan, SiteConvSizes
-from sbnet_cupy.submanifold.site_conv_plan import _TILINGS, alone, plan_site_conv
+from sbnet_cupy.submanifold.site_conv_plan import (
+    _SHARED_TILES,
+    _TILINGS,
+    alone,
+    plan_site_conv,
+)
 
 CONV = "block_sparse/conv/fused_conv"
 UNIT = "block_sparse/bottleneck/fused_bottleneck"
@@ -187,6 +192,15 @@ def _sites(arch):
             key = SITES, plan.kernel, plan.template(conv._replace(activation=activation))
             if not isinstance(plan, FmaPlan) and launched(arch, *key):
                 found[key] = None
+    shared = itertools.product(_SHARED_TILES.values(), ELEMENT_BYTES, (RELU, GELU))
+    for plan, element, activation in shared if DEVICES[arch].hopper else ():
+        if element == "double":
+            continue
+        conv = SiteConvSizes(
+            element, 3000, 3000, 27, 128, plan.tile[1], 1, activation, element == "float", 16, 16
+        )
+        found[SITES, plan.kernel, plan.template(conv)] = None
+        found[SITES, "site_conv_sum", plan.sum_template(conv)] = None
     tilings = itertools.product(_TILINGS, ("Half", "float")) if DEVICES[arch].hopper else ()
     for (plan, row_bytes, _), element in tilings:
         channels = row_bytes // ELEMENT_BYTES[element]

@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(WM * WN * 32, RESIDENT<T, BM, BN, WM * WN * 32
               const int* __restrict__ rows,    // [taps, M]: in order
               const int* __restrict__ order,   // [M] or null
               const u32* __restrict__ masks,   // [ceil(M / 32)][ceil(taps / 32)]
-              const u16*,                      // turns, of site_conv_pipelined
+              const u16*, const int2*,         // turns and cuts, of site_conv_pipelined.cuh
               const u8* __restrict__ valid,    // [M] or null: all rows
               const T* __restrict__ residual,  // [M, K] or null
               T* __restrict__ y,               // [M, K]

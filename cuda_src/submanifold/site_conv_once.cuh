@@ -19,7 +19,7 @@ template <typename T, int BM, int BN, int WM, int WN, bool ROUND, int ACTIVATION
 __global__ void __launch_bounds__(WM * WN * ONCE_GROUPS * 32, 1)
     site_conv_once(const T* __restrict__ x,         // the parameters of site_conv
                    const u8* __restrict__ packed, const int* __restrict__ rows, const int* __restrict__ order,
-                   const u32* __restrict__ masks, const u16*, const u8* __restrict__ valid,
+                   const u32* __restrict__ masks, const u16*, const int2*, const u8* __restrict__ valid,
                    const T* __restrict__ residual, T* __restrict__ y, i64 N, i64 M, i64 taps, i64 C, i64 K, i64) {
     if constexpr (OVERLAP) overlap_launches(x, packed, rows, order, valid, residual);
     using Product = GroupedMma<T, BM, BN, WM, WN, ONCE_GROUPS>;

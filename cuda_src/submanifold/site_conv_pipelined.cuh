@@ -2,7 +2,9 @@
 // Source: warps of different roles as in CUTLASS (Thakkar et al. 2023); see block_sparse/stack/stack_conv_pipelined.cuh.
 // Python: sbnet_cupy/submanifold/site_conv.py; launched by site_conv_launch.py
 // Compute capability 9.0 and newer. Rows of x are whole chunks of 128 bytes, aligned; rows of y whole vectors.
-// Launch: a persistent grid, a thread block for each tile of BM rows and BN channels; `turns` says which has which.
+// Launch: site_conv_pipelined has a persistent grid, a thread block for each tile of BM rows and BN channels; `turns` says which
+// has which. site_conv_shared has `shares` thread blocks, each with as many taps of tiles as the others: `cuts` say where its
+// tiles begin and end, maybe between two taps of one. Then site_conv_sum adds up the parts of tiles that are cut.
 // Why: a thread that copies looks up which rows a tap reads once, and then copies part after part of them. Its warp keeps them in
 // shared memory for all taps of a tile, and fetches those of the next tile into the L2 cache meanwhile.
 #pragma once
@@ -21,6 +23,7 @@ struct SiteMemory {
     u64 *full, *empty;                     // of each stage
     u64 *row_full, *row_empty;             // of each tile's places
     u64 *copiers, *multipliers;            // barriers among themselves
+    int2* cuts;                            // [2], of shared tiles
     float *scale, *bias;
     int *notes;                            // of each stage: groups of rows that have it, and LAST
     int *places, *inside;                  // [2][BM]
@@ -30,7 +33,7 @@ struct SiteMemory {
         full = reinterpret_cast<u64*>(ring + STAGES * STAGE), empty = full + STAGES;
         row_full = empty + STAGES, row_empty = row_full + 2;
         copiers = row_empty + 2, multipliers = copiers + 1;
-        scale = reinterpret_cast<float*>(multipliers + 1), bias = scale + BN;
+        cuts = reinterpret_cast<int2*>(multipliers + 1), scale = reinterpret_cast<float*>(cuts + 2), bias = scale + BN;
         notes = reinterpret_cast<int*>(bias + BN);
         places = notes + STAGES, inside = places + 2 * BM;
         sources = inside + 2 * BM, list = sources + taps * BM;
@@ -44,11 +47,11 @@ struct Turns {
     static constexpr bool HALVES = BM == 256;
     const u16* __restrict__ dealt;  // [rounds][blocks], from this one's first on; or null: in order
     int tiles, block, blocks;
-    // `turns` of `shares` thread blocks, as site_turns.cuh has them; or null.
-    DEVICE Turns(const u16* turns, i64 M, i64 shares, int tiles)
-        : dealt(nullptr), tiles(tiles), block(static_cast<int>(blockIdx.x)), blocks(static_cast<int>(gridDim.x)) {
-        if (!turns || shares != blocks || tiles <= blocks || tiles != ceil_div<i64>(M, BM)) return;
-        dealt = turns + block + first_turn(BM, M, shares);
+    // `turns` of `shares` thread blocks, as site_turns.cuh has them, or null; of tiles with `across` of them for each BM rows.
+    DEVICE Turns(const u16* turns, const int2*, int2*, i64 M, i64 shares, int across)
+        : dealt(nullptr), tiles(static_cast<int>(ceil_div<i64>(M, BM)) * across), block(static_cast<int>(blockIdx.x)),
+          blocks(static_cast<int>(gridDim.x)) {
+        if (turns && shares == blocks && tiles > blocks && across == 1) dealt = turns + block + first_turn(BM, M, shares);
     }
     DEVICE int count() const {
         if (!dealt) return block < tiles ? ceil_div(tiles - block, blocks) : 0;
@@ -60,6 +63,11 @@ struct Turns {
         const int its = dealt[turn * blocks];
         return HALVES && its & HALF_TILE ? ~(its - HALF_TILE) : its;
     }
+    // Its taps are numbers first_tap to end_tap of its list.
+    static DEVICE int first_tap(int) { return 0; }
+    static DEVICE int end_tap(int) { return ALL_TAPS; }
+    // Where its sums go: the number of a part; -1 for y.
+    static DEVICE int part(int) { return -1; }
     // The rows of a tile: the first, and how many.
     static DEVICE i64 first_row(int tile, int across) {
         return HALVES && tile < 0 ? static_cast<i64>(~tile) * (BM / 2) : static_cast<i64>(tile / across) * BM;
@@ -67,19 +75,50 @@ struct Turns {
     static DEVICE int height(int tile) { return HALVES && tile < 0 ? BM / 2 : BM; }
 };
 
+// The same where thread blocks share tiles: what is between two cuts, for BN channels after the other.
+template <int BM>
+struct Shares : Turns<BM> {
+    const int2* ends;  // the two cuts, in shared memory
+    int across;
+    DEVICE Shares(const u16*, const int2* cuts, int2* ends, i64 M, i64, int across)
+        : Turns<BM>(nullptr, nullptr, nullptr, M, 0, across), ends(ends), across(across) {
+        if (threadIdx.x < 2) ends[threadIdx.x] = cuts[blockIdx.x + threadIdx.x];
+    }
+    DEVICE int each() const { return ends[1].x - ends[0].x + (ends[1].y > 0); }  // tiles of the same channels
+    DEVICE int count() const { return each() * across; }
+    DEVICE int tile(int turn) const {
+        const int column = across > 1 ? turn / each() : 0;
+        return (ends[0].x + turn - column * each()) * across + column;
+    }
+    DEVICE int first_tap(int tile) const { return tile / across == ends[0].x ? ends[0].y : 0; }
+    DEVICE int end_tap(int tile) const { return tile / across == ends[1].x ? ends[1].y : ALL_TAPS; }
+    DEVICE int part(int tile) const {
+        const bool begins = !first_tap(tile);
+        if (begins && end_tap(tile) == ALL_TAPS) return -1;
+        return part_of(static_cast<int>(blockIdx.x), begins, tile % across, static_cast<int>(gridDim.x));
+    }
+};
+
+// Parts of tiles lie as threads hold their sums: [parts][MT * NT][THREADS]. Those of this thread, THREADS from each other.
+template <class Product, typename Float>
+DEVICE auto parts_of_thread(Float* partials, int part) {
+    constexpr int ALL = Product::MT * Product::NT * Product::THREADS;
+    return partials + (static_cast<i64>(part) * ALL + threadIdx.x) * 4;
+}
+
 template <template <typename, int, int, int, int> class Engine, typename T, int BM, int BN, int WM, int WN, int STAGES,
-          bool CACHED, bool ROUND, int ACTIVATION>
-__global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 1)
-    site_conv_pipelined(const T* __restrict__ x,  // the parameters of site_conv
-                        const u8* __restrict__ packed, const int* __restrict__ rows, const int* __restrict__ order,
-                        const u32* __restrict__ masks, const u16* __restrict__ its_turns,  // of site_order.cu
-                        const u8* __restrict__ valid, const T* __restrict__ residual,
-                        T* __restrict__ y, i64 N, i64 M, i64 taps, i64 C, i64 K, i64 shares) {
+          bool CACHED, bool ROUND, int ACTIVATION, template <int> class Its>
+DEVICE void convolve_pipelined(const T* __restrict__ x, const u8* __restrict__ packed, const int* __restrict__ rows,
+                               const int* __restrict__ order, const u32* __restrict__ masks,
+                               const u16* __restrict__ its_turns, const int2* __restrict__ cuts,
+                               const u8* __restrict__ valid, const T* __restrict__ residual, T* __restrict__ y,
+                               float* __restrict__ partials, i64 N, i64 M, i64 taps, i64 C, i64 K, i64 shares) {
     using Product = Engine<T, BM, BN, WM, WN>;
     using Memory = SiteMemory<BM, BN, STAGES>;
     constexpr int MULTIPLIERS = Product::THREADS, MT = Product::MT, NT = Product::NT, LANES = 16 / sizeof(T);
     constexpr int PANELS = ceil_div(BN, PANEL), PASS = COPIERS / 8, PASSES = BM / PASS;
     constexpr bool SHIFTED = Product::ASYNC && BM * BN >= 256 * 128;  // registers, to those that multiply
+    constexpr int COPYING = !SHIFTED ? 0 : BM == 256 ? 96 : 120, MULTIPLYING = !SHIFTED ? 0 : BM == 256 ? 200 : 192;
     using ItsReaders = Readers<MULTIPLIERS, Product::ASYNC && !ROUND>;
     static_assert(BM == 128 || BM == 256, "rows of tiles that are dealt out");
     static_assert(BN % PANEL == 0 && BM / WM % ROWS_OF_GROUP == 0, "whole panels, whole groups");
@@ -104,12 +143,12 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
     }
     const auto first_row = [&](int tile) { return Turns<BM>::first_row(tile, across); };
     const auto end_row = [&](int tile) { return min(first_row(tile) + Turns<BM>::height(tile), M); };
-    const Turns<BM> turns(its_turns, M, shares, static_cast<int>(ceil_div<i64>(M, BM)) * across);
-    const int turns_here = turns.count();
+    const Its<BM> turns(its_turns, cuts, shared.cuts, M, shares, across);
     __syncthreads();
+    const int turns_here = turns.count();
 
     if (threadIdx.x >= MULTIPLIERS) {
-        give_registers<SHIFTED ? 96 : 0>();
+        give_registers<COPYING>();
         const int thread = threadIdx.x - MULTIPLIERS, own_unit = thread % 8, own_row = thread / 8;
         const int vectors_of_row = static_cast<int>(C) / LANES;
         u8* const to = shared.ring + swizzled(own_row, own_unit);  // in the first stage; the same place in every pass
@@ -126,27 +165,30 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
             }
             all.sync();
         };
-        // Begin to copy which rows of x taps read, for the rows of the tile that this warp copies: from number `from` in a list on.
+        // Begin to copy which rows of x the taps of a tile read, from number `from` of those here to `to`, for the rows of the tile
+        // that this warp copies.
         constexpr int OF_WARP = BM / (COPIERS / 32), IN_PASS = 32 / 8, FIRST = 2;
         int* const sources = shared.sources + thread / 32 * (steps.taps * OF_WARP);
         const auto look_up = [&](int tile, const int* list, int from, int to) {
+            const int first = turns.first_tap(tile);
+            to = min(to, min(list[-1], turns.end_tap(tile)) - first);
             for (int number = from; number < to; ++number)
 #pragma unroll
                 for (int e = thread % 32; e < OF_WARP; e += 32) {
                     const int row = e / IN_PASS * PASS + thread / 32 * IN_PASS + e % IN_PASS;
-                    copy_async_4(sources + number * OF_WARP + e, table.source(list[number] >> 8, first_row(tile) + row), true);
+                    copy_async_4(sources + number * OF_WARP + e, table.source(list[first + number] >> 8, first_row(tile) + row), true);
                 }
         };
         int which = 0, next = turns_here > 0 ? turns.tile(0) : 0;
         if (turns_here > 0) {
             prepare(next, 0);
-            look_up(next, shared.list + 1, 0, min(shared.list[0], FIRST));
+            look_up(next, shared.list + 1, 0, FIRST);
             copy_async_commit();
-            look_up(next, shared.list + 1, FIRST, shared.list[0]);
+            look_up(next, shared.list + 1, FIRST, ALL_TAPS);
         }
         dependent_wait();  // for the packed weights
         for (int turn = 0; turn < turns_here; ++turn, which ^= 1) {
-            const int tile = next, k0 = across > 1 ? tile % across * BN : 0;
+            const int tile = next, from = turns.first_tap(tile), k0 = across > 1 ? tile % across * BN : 0;
             const int here = min(PANELS, steps.panels - k0 / PANEL);  // panels of weights
             const i64 panel_step = static_cast<i64>(steps.chunks) * PANEL_CHUNK;
             const u8* const weights = steps.weights(packed) + k0 / PANEL * panel_step;
@@ -158,13 +200,13 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
             else
                 copy_async_wait<0>();
             __syncwarp();  // the sources are there; in the first turn those of its FIRST taps
-            const int chunks = list[-1] * chunks_of_tap, last = max(chunks, 1) - 1;
+            const int chunks = (min(list[-1], turns.end_tap(tile)) - from) * chunks_of_tap, last = max(chunks, 1) - 1;
             const u8* its = weights;  // the chunk of each panel
             int number = -1, part = chunks_of_tap - 1, entry = 0;
             int vectors[PASSES];  // of this thread, in the rows that the tap at hand reads: of x, 16 bytes each; or -1
             for (int i = 0; i <= last; ++i) {  // a tile without taps has one chunk, which nobody multiplies
                 if (++part == chunks_of_tap && chunks) {
-                    part = 0, entry = list[++number];
+                    part = 0, entry = list[from + ++number];
                     if (turn == 0 && number == FIRST) {
                         copy_async_wait<0>();
                         __syncwarp();
@@ -211,16 +253,17 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
                     if (turn + 1 < turns_here) {
                         next = turns.tile(turn + 1);
                         prepare(next, which ^ 1);
-                        for (int e = thread; e < next_list[-1] * (BM / 32); e += COPIERS)
+                        const int end = min(next_list[-1], turns.end_tap(next));
+                        for (int e = turns.first_tap(next) * (BM / 32) + thread; e < end * (BM / 32); e += COPIERS)
                             prefetch(table.source(next_list[e / (BM / 32)] >> 8, first_row(next) + e % (BM / 32) * 32));
                     }
                 }
             }
             __syncwarp();  // those of the next tile may take the places of its rows
-            if (turn + 1 < turns_here) look_up(next, next_list, 0, next_list[-1]);
+            if (turn + 1 < turns_here) look_up(next, next_list, 0, ALL_TAPS);
         }
     } else {
-        take_registers<SHIFTED ? 200 : 0>();
+        take_registers<MULTIPLYING>();
         dependent_wait();
         const u8* const tables = loaded_later(packed);
         constexpr int ITS = (1 << BM / WM / ROWS_OF_GROUP) - 1;  // groups of rows of a warp
@@ -292,10 +335,95 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
             if (turn == 0 || across > 1) all.sync();  // scale and bias are there
             const SiteRows its_rows{shared.places + row_stage.slot * BM, shared.inside + row_stage.slot * BM};
             const Result<T, SiteRows> result{residual, y, shared.scale, shared.bias, its_rows, k0, channels_out};
-            result.template store<ACTIVATION, true, false, Product>(acc);
+            const int part = turns.part(turns.tile(turn));
+            if (part < 0) {
+                result.template store<ACTIVATION, true, false, Product>(acc);
+            } else {
+                float4* const to = reinterpret_cast<float4*>(parts_of_thread<Product>(partials, part));
+#pragma unroll
+                for (int m = 0; m < MT; ++m)
+#pragma unroll
+                    for (int n = 0; n < NT; ++n)
+                        to[(m * NT + n) * MULTIPLIERS] = make_float4(acc[m][n][0], acc[m][n][1], acc[m][n][2], acc[m][n][3]);
+            }
             barrier_arrive(shared.row_empty + row_stage.slot);
             row_stage.advance();
             if (across > 1) all.sync();  // scale and bias may be overwritten
         }
     }
+}
+
+template <template <typename, int, int, int, int> class Engine, typename T, int BM, int BN, int WM, int WN, int STAGES,
+          bool CACHED, bool ROUND, int ACTIVATION>
+__global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 1)
+    site_conv_pipelined(const T* __restrict__ x,  // the parameters of site_conv
+                        const u8* __restrict__ packed, const int* __restrict__ rows, const int* __restrict__ order,
+                        const u32* __restrict__ masks, const u16* __restrict__ turns,  // of site_order.cu
+                        const int2*, const u8* __restrict__ valid, const T* __restrict__ residual, T* __restrict__ y, i64 N,
+                        i64 M, i64 taps, i64 C, i64 K, i64 shares) {
+    convolve_pipelined<Engine, T, BM, BN, WM, WN, STAGES, CACHED, ROUND, ACTIVATION, Turns>(
+        x, packed, rows, order, masks, turns, nullptr, valid, residual, y, nullptr, N, M, taps, C, K, shares);
+}
+
+template <template <typename, int, int, int, int> class Engine, typename T, int BM, int BN, int WM, int WN, int STAGES,
+          bool CACHED, bool ROUND, int ACTIVATION>
+__global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 1)
+    site_conv_shared(const T* __restrict__ x, const u8* __restrict__ packed, const int* __restrict__ rows,
+                     const int* __restrict__ order, const u32* __restrict__ masks, const u16*,
+                     const int2* __restrict__ cuts,  // [shares + 1]: site_turns.cuh
+                     const u8* __restrict__ valid, const T* __restrict__ residual, T* __restrict__ y,
+                     float* __restrict__ partials,  // 2 * BM * BN for each share and BN channels
+                     i64 N, i64 M, i64 taps, i64 C, i64 K, i64 shares) {
+    static_assert(BM == SHARED_ROWS, "cuts are made of such tiles");
+    convolve_pipelined<Engine, T, BM, BN, WM, WN, STAGES, CACHED, ROUND, ACTIVATION, Shares>(
+        x, packed, rows, order, masks, nullptr, cuts, valid, residual, y, partials, N, M, taps, C, K, shares);
+}
+
+// Add up the parts of tiles that are cut, in the order of their taps. A thread block has a cut, and of its tile a vector of channels
+// in two rows for each thread. That of the first cut in a tile adds up all its parts.
+template <template <typename, int, int, int, int> class Engine, typename T, int BM, int BN, int WM, int WN, int ACTIVATION>
+__global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS)
+    site_conv_sum(const float* __restrict__ partials, const u8* __restrict__ packed, const int2* __restrict__ cuts,
+                  const int* __restrict__ order, const u8* __restrict__ valid, const T* __restrict__ residual,
+                  T* __restrict__ y, i64 M, i64 taps, i64 C, i64 K, i64 shares) {
+    using Product = Engine<T, BM, BN, WM, WN>;
+    constexpr int GROUPS = ChannelOrder<T>::GROUPS, COUNT = ChannelOrder<T>::COUNT, VECTORS = Product::NT / GROUPS;
+    constexpr int SLICES = Product::MT * VECTORS;
+    const int blocks = static_cast<int>(shares), slice = static_cast<int>(blockIdx.x) % SLICES;
+    const int number = static_cast<int>(blockIdx.x) / SLICES, column = number / (blocks - 1), cut = number % (blocks - 1) + 1;
+    const int m = slice / VECTORS, v = slice % VECTORS, tile = cuts[cut].x;
+    const auto is_in_tile = [&](int other) { return cuts[other].x == tile && cuts[other].y > 0; };
+    int parts = 0;  // that follow a cut
+    if (is_in_tile(cut) && !is_in_tile(cut - 1))
+        while (is_in_tile(cut + parts)) ++parts;  // the last cut is behind all tiles
+    overlap_launches(partials, packed, order, valid, residual);
+    if (!parts) return;
+    float sums[GROUPS][4];
+    const auto add = [&](int share, bool begins) {
+        const float4* const from = reinterpret_cast<const float4*>(parts_of_thread<Product>(partials, part_of(share, begins, column, blocks)));
+        float4 its[GROUPS];
+#pragma unroll
+        for (int g = 0; g < GROUPS; ++g) its[g] = from[(m * Product::NT + v * GROUPS + g) * Product::THREADS];
+#pragma unroll
+        for (int g = 0; g < GROUPS; ++g) {
+            sums[g][0] = begins ? its[g].x : sums[g][0] + its[g].x, sums[g][1] = begins ? its[g].y : sums[g][1] + its[g].y;
+            sums[g][2] = begins ? its[g].z : sums[g][2] + its[g].z, sums[g][3] = begins ? its[g].w : sums[g][3] + its[g].w;
+        }
+    };
+    add(cut - 1, true);
+#pragma unroll 2
+    for (int part = 0; part < parts; ++part) add(cut + part, false);
+    const Steps steps(taps, C, K, 16 / sizeof(T));
+    const float* const scales = reinterpret_cast<const float*>(packed);
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+        for_each_vector<Product, T>(sums, m, half, [&](int row, int first, const float (&its)[COUNT]) {
+            const int k = column * BN + v * (GROUPS * 8) + first;
+            const i64 place = static_cast<i64>(tile) * BM + row;
+            if (place >= M || k >= K) return;
+            const i64 to = order[place];
+            finish<T, ACTIVATION, true, false>(its, scales + k, scales + steps.panels * PANEL + k,
+                                               residual_at<true>(residual, to * K + k, true), residual, y, to * K + k,
+                                               static_cast<int>(K) - k, !valid || valid[to]);
+        });
 }

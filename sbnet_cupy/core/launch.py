@@ -374,6 +374,16 @@ class Series:
         for launch, places in self._steps:
             launch.on(stream, [0 if place is None else addresses[place] for place in places])
 
+    def bound(self, arrays, given):
+        """Return the same with its arrays decided, but for those at the places ``given``."""
+        steps = []
+        for launch, places in self._steps:
+            own = tuple(None if place is None else arrays[place] for place in places)
+            left = [number for number, place in enumerate(places) if place in given]
+            taken = [given.index(places[number]) for number in left]
+            steps.append((launch.bound(own, left), taken))
+        return Series(*steps)
+
 
 class Number(float):
     """A number that changes from call to call, where a launch takes an array."""

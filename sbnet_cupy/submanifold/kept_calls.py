@@ -19,7 +19,7 @@ from ..core.spec import CPU, fields_of
 from ..dense.packed_weights import PackedWeights
 from .keeping_container import CAPTURE
 from .site_conv import valid_rows
-from .site_conv_launch import OrderedPlan
+from .site_conv_launch import OrderedPlan, bound_launch, parts_of_tiles
 from .sparse_tensor import SparseTensor
 
 _CALLS = "calls"  # under which coordinates keep theirs: PackedWeights -> list of KeptCall
@@ -33,7 +33,8 @@ class KeptCall(NamedTuple):
     residual: tuple | None
     device: Callable  # gives the current one, as specs name it
     result: Callable  # makes the array of a result
-    launch: Any  # takes the features, the residual and the result
+    partials: int  # bytes of the parts of tiles
+    launch: Any  # takes the features, the residual, the result and the parts of tiles, if any
 
 
 def compute_again(x, w, residual, dilation, groups, activation, precision):
@@ -53,7 +54,7 @@ def compute_again(x, w, residual, dilation, groups, activation, precision):
         residual = residual.features
     fields = fields_of(features)
     fields_of_residual = None if residual is None else fields_of(residual)
-    for options, own, own_residual, device, result, launch in calls:
+    for options, own, own_residual, device, result, partials, launch in calls:
         if (  # objects, since True and 1.0 are equal to 1, but no number of groups
             options[0] is dilation and options[1] is groups
             and options[2] is activation and options[3] is precision
@@ -62,7 +63,7 @@ def compute_again(x, w, residual, dilation, groups, activation, precision):
             if device() != fields[2]:
                 return None
             out = result()
-            launch(features, residual, out)
+            launch(features, residual, out, *parts_of_tiles(partials, features))
             return SparseTensor.computed(out, coordinates)
     return None
 
@@ -87,9 +88,8 @@ def keep_call(x, w, made, residual, options, plan):
     if any(call[:3] == like for call in calls):  # with other objects as options: one will do
         return
     decided = (w.kept(plan.how), *made._ordered(plan), valid_rows(x.coordinates))
-    places = (0, len(decided) + 1, len(decided) + 2)
-    launch = plan.launch.bound((None, *decided, None, None), places)
-    calls.append(KeptCall(*like, *_around(x.features, plan.shape), launch))
+    launch = bound_launch(plan, decided)
+    calls.append(KeptCall(*like, *_around(x.features, plan.shape), plan.partials, launch))
 
 
 def _around(like, shape):

@@ -10,6 +10,7 @@ from .site_tiles import ZERO_ROWS, TileShape, head_numbers
 
 PANEL = 64  # output channels that are packed together
 ROW = 128  # bytes of K in a chunk
+COPIERS = 128  # threads that copy for those that multiply
 STEP = 32  # bytes of K that are multiplied together, of one tap
 _FMA_ROWS = 4  # rows of the result of a thread of site_conv_fma
 _TILES = ((128, 128), (128, 64), (128, 32), (64, 128), (64, 64), (64, 32))  # rows, channels
@@ -98,15 +99,15 @@ class MmaPlan(NamedTuple):
 
 
 class PipelinedPlan(NamedTuple):
-    """An instance of site_conv_pipelined."""
+    """An instance of site_conv_pipelined; of site_conv_shared where thread blocks share tiles."""
 
     tile: tuple[int, int]
     warps: tuple[int, int]  # groups of four warps that share them
     stages: int
     by_taps: bool = True
     engine: str = "TileWgmma"
+    shared: bool = False  # whether thread blocks share tiles of sorted rows: each has as many taps
 
-    kernel = "site_conv_pipelined"
     cycles = (24, 4.3, 2, 320)
     narrowest = 64
     most_stages = (6, 5, 4, 3, 2)
@@ -117,15 +118,25 @@ class PipelinedPlan(NamedTuple):
         return [(tile, (1, 2) if tile[1] > 128 else (2, 1)) for tile in _WIDE_TILES]
 
     @property
+    def kernel(self):
+        """The kernel's name."""
+        return "site_conv_shared" if self.shared else "site_conv_pipelined"
+
+    def partial_bytes(self, conv, shares):
+        """Bytes of the parts of tiles that so many thread blocks share, two for each of them."""
+        rows, columns = self.tile
+        return 8 * shares * -(-conv.channels_out // columns) * rows * columns
+
+    @property
     def threads(self):
-        """Number of threads of a thread block, of which 128 copy."""
-        return (128 if self.engine == "TileWgmma" else 32) * math.prod(self.warps) + 128
+        """Number of threads of a thread block, of which COPIERS copy."""
+        return (128 if self.engine == "TileWgmma" else 32) * math.prod(self.warps) + COPIERS
 
     def shared_bytes(self, conv):
         """Dynamic shared memory of a thread block; the sums of SiteMemory."""
         rows, columns = self.tile
         numbers = 2 * columns + self.stages + 4 * rows + conv.taps * (rows + 2) + 2
-        return 1024 + self.stages * ((rows + columns) * ROW + 16) + 8 * 6 + 4 * numbers
+        return 1024 + self.stages * ((rows + columns) * ROW + 16) + 8 * 8 + 4 * numbers
 
     tiles = MmaPlan.tiles
     order = MmaPlan.order
@@ -136,6 +147,10 @@ class PipelinedPlan(NamedTuple):
             self.engine, conv.element, *self.tile, *self.warps, self.stages,
             not self.by_taps, conv.element == "float", conv.activation,
         )  # fmt: skip
+
+    def sum_template(self, conv):
+        """Return the template arguments of what adds up the parts of shared tiles."""
+        return self.engine, conv.element, *self.tile, *self.warps, conv.activation
 
 
 class OncePlan(NamedTuple):

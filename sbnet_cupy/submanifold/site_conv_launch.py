@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..core import launch as kernels
-from ..core.arrays import namespace, vector_bytes
+from ..core.arrays import empty, namespace, vector_bytes
 from ..core.compile import cpp_name
 from ..core.device import current_device
 from ..core.graph_memory import memory_of_graphs
@@ -18,7 +18,14 @@ from ..core.operator import Plan
 from ..core.packed import Pack, PackedPlan, dtype_of_tables
 from ..dense.activation import ACTIVATIONS
 from ..dense.packed_weights import PackedWeights
-from .site_conv_instances import FmaPlan, OncePlan, SiteConvSizes, TilesPlan
+from .site_conv_instances import (
+    COPIERS,
+    FmaPlan,
+    OncePlan,
+    PipelinedPlan,
+    SiteConvSizes,
+    TilesPlan,
+)
 from .site_conv_plan import overlaps, plan_site_conv, rounded
 from .site_order import SiteOrder, site_order
 from .site_tiles import SiteTiles, TileShape, site_tiles
@@ -51,18 +58,21 @@ def _plan_sized(conv, kernel_size, tables, result, sources, targets, *_):
     how = ("site_conv", conv.element, conv.steps(_whole(conv, plan)))
     sort = _sort(conv, plan, kernel_size)
 
+    partials = _partial_bytes(conv, plan)
+
     def run(features, rows, valid, w, scale, bias, residual, out, order=None):
         if order is None:
             order = sort(rows)
+        rest = *order, valid, residual, out, *parts_of_tiles(partials, features)
         if isinstance(w, PackedWeights):
-            multiply(features, w.packed(how, pack), *order, valid, residual, out)
+            multiply(features, w.packed(how, pack), *rest)
         else:
-            multiply_early(features, pack(w, scale, bias), *order, valid, residual, out)
+            multiply_early(features, pack(w, scale, bias), *rest)
 
     return OrderedPlan(
-        (result,), run, launch=multiply, operands=(0, 8, *_operands(plan, 9), 2, 6, 7), pack=pack,
-        how=how, weights=(3, 4, 5), early_launch=multiply_early, order=plan.order, sort=sort,
-        resized=again,
+        (result,), run, launch=multiply, operands=_operands(plan, 8, (2, 6, 7)), pack=pack, how=how,
+        weights=(3, 4, 5), early_launch=multiply_early, order=plan.order, sort=sort,
+        partials=partials, resized=again,
     )  # fmt: skip
 
 
@@ -100,15 +110,15 @@ def _plan_back_sized(conv, dtype, reverse, out, sources, targets, *_):
     steps, only = (start, tap_step, 1, conv.channels), True
     pack = _pack(_without_sites(conv), _whole(conv, plan), dtype, steps, out.device, only)
     _, multiply = _by_tensor_cores(conv, plan)
-    sort = _sort(conv, plan, (conv.taps,))
+    sort, partials = _sort(conv, plan, (conv.taps,)), _partial_bytes(conv, plan)
 
     def run(grad_y, w, back, out, order=None):
         order = sort(back) if order is None else order
-        multiply(grad_y, pack(w), *order, None, None, out)
+        multiply(grad_y, pack(w), *order, None, None, out, *parts_of_tiles(partials, grad_y))
 
     return OrderedPlan(
-        (out,), run, launch=multiply, operands=(0, 4, *_operands(plan, 5), None, None, 3),
-        pack=pack, weights=(1,), order=plan.order, sort=sort, resized=again,
+        (out,), run, launch=multiply, operands=_operands(plan, 4, (None, None, 3)), pack=pack,
+        weights=(1,), order=plan.order, sort=sort, partials=partials, resized=again,
     )  # fmt: skip
 
 
@@ -127,7 +137,8 @@ def swap_channels(w, groups, reverse):
 class OrderedPlan(PackedPlan):
     """The plan of a call that may be given the SiteOrder or SiteTiles of its map; else it sorts.
 
-    Among the ``operands`` of the launch their arrays follow the packed weights.
+    Among the ``operands`` of the launch their arrays follow the packed weights, and after them
+    comes the memory of the parts of tiles, where thread blocks share tiles.
 
     Parameters
     ----------
@@ -136,10 +147,31 @@ class OrderedPlan(PackedPlan):
     sort : function
         Of the rows of the map, and of the target's indices and the map's offsets where they are
         known: the SiteOrder or SiteTiles.
+    partials : int
+        Bytes of the parts of tiles that thread blocks share; not needed after the call.
     """
 
     order: bool | TileShape = False
     sort: Callable | None = None
+    partials: int = 0
+
+
+def bound_launch(plan, decided):
+    """Return the launch of an OrderedPlan, bound to its packed weights, order and valid rows.
+
+    It takes what is left: the features, a residual, the result, and the parts of tiles, if any.
+    """
+    left = (None,) * (3 if plan.partials else 2)
+    places = range(len(decided) + 1, len(decided) + 1 + len(left))
+    return plan.launch.bound((None, *decided, *left), (0, *places))
+
+
+def parts_of_tiles(nbytes, like):
+    """Return the memory of the parts of tiles: an array like another, if there are any."""
+    if not nbytes:
+        return ()
+    with memory_of_graphs(like):
+        return (empty((nbytes,), np.uint8, like),)
 
 
 def describe(problem, features, w, rows, residual, out):
@@ -179,10 +211,20 @@ def _sort(conv, plan, kernel_size):
     return lambda rows, *sites: site_order(rows, conv.sources, kernel_size, plan.order)
 
 
-def _operands(plan, first):
-    """Return the places of the arrays of that order among operands, from ``first`` on."""
+def _operands(plan, packed, others):
+    """Return the places of the arrays of a launch; those of packed weights and of the last ones."""
     kind = SiteTiles if isinstance(plan, TilesPlan) else SiteOrder
-    return range(first, first + len(kind._fields))
+    end = packed + 1 + len(kind._fields)
+    return (0, *range(packed, end), *others, *([end] if _is_shared(plan) else ()))
+
+
+def _is_shared(plan):
+    return isinstance(plan, PipelinedPlan) and plan.shared
+
+
+def _partial_bytes(conv, plan):
+    """Return the bytes of the parts of tiles that thread blocks of a plan share."""
+    return plan.partial_bytes(conv, current_device().multiprocessors) if _is_shared(plan) else 0
 
 
 def _without_sites(conv):
@@ -215,17 +257,21 @@ def _by_tensor_cores(conv, plan):
     The second is for a call that packs: it begins while the kernel that packs runs, and may read
     all else at once.
     """
-    pointers, sizes = 9, (conv.targets, conv.taps, conv.channels, conv.channels_out)
+    sizes, shares = _targets(conv), current_device().multiprocessors
     if isinstance(plan, TilesPlan):
         sizes = (*sizes, plan.order.most)
     else:
-        sizes = (conv.sources, *sizes, current_device().multiprocessors)
+        sizes = (conv.sources, *sizes, shares)
+    shared, pointers = _is_shared(plan), len(_operands(plan, 0, (0, 0, 0)))
 
     def multiply(template, dependent):
-        return kernels.prepare(
-            _FILE, plan.kernel, template, plan.tiles(conv), plan.threads, pointers, sizes,
-            shared=plan.shared_bytes(conv), persistent=True, dependent=dependent,
+        launch = kernels.prepare(
+            _FILE, plan.kernel, template, shares if shared else plan.tiles(conv), plan.threads,
+            pointers, sizes, shared=plan.shared_bytes(conv), persistent=not shared,
+            dependent=dependent,
         )  # fmt: skip
+        return _with_sum(conv, plan, shares, launch, pointers) if shared else launch
+
 
     # On an H200 launches that overlap took 0.3 to 0.5 us less, but up to 8% more where there are
     # more thread blocks than the GPU holds at once: those of the next one take places of these.
@@ -236,6 +282,25 @@ def _by_tensor_cores(conv, plan):
         kernels.Later(functools.partial(multiply, plan.template(conv), dependent))
         for dependent in (False, True)
     )
+
+
+def _targets(conv):
+    return conv.targets, conv.taps, conv.channels, conv.channels_out
+
+
+def _with_sum(conv, plan, shares, multiply, pointers):
+    """Return the launch of thread blocks that share tiles, and of what adds up their parts."""
+    rows, columns = plan.tile
+    threads = plan.threads - COPIERS
+    slices = rows * columns * conv.element_bytes // (2 * 16 * threads)
+    blocks = -(-conv.channels_out // columns) * (shares - 1) * slices
+    add_up = kernels.prepare(
+        _FILE, "site_conv_sum", plan.sum_template(conv), blocks, threads, 7,
+        (*_targets(conv), shares), dependent=True,
+    )  # fmt: skip
+    _, packed, _, order, _, _, cuts, valid, residual, out, partials = range(pointers)
+    places = (partials, packed, cuts, order, valid, residual, out)
+    return kernels.Series((multiply, range(pointers)), (add_up, places))
 
 
 def _by_fma(conv, plan):

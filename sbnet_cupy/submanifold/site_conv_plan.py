@@ -10,7 +10,15 @@ from typing import NamedTuple
 
 from ..core.arrays import vector_bytes
 from ..core.device import RESERVED
-from .site_conv_instances import ROW, FmaPlan, MmaPlan, OncePlan, PipelinedPlan, TilesPlan
+from .site_conv_instances import (
+    PANEL,
+    ROW,
+    FmaPlan,
+    MmaPlan,
+    OncePlan,
+    PipelinedPlan,
+    TilesPlan,
+)
 from .site_tiles import MOST_TAPS, TileShape
 
 MOST_ROWS = 2**31 - 2**8
@@ -34,9 +42,46 @@ class Sorted(NamedTuple):
     more_of_nine: float = math.inf
 
 
+class Shared(NamedTuple):
+    """Where tiles that thread blocks share took less time on an H200 than all other plans.
+
+    Rows have ``row_bytes`` or more. ``tiles`` for each multiprocessor are between two numbers, of
+    one pair or another; ``of_nine`` up to nine taps.
+    """
+
+    row_bytes: int
+    tiles: tuple[tuple[float, float], ...]
+    of_nine: tuple[tuple[float, float], ...] = ()
+
+
+# By output channels of a thread block; 512: of several side by side.
+_SHARED_TILES = {
+    64: PipelinedPlan((128, 64), (2, 1), 8, shared=True),
+    128: PipelinedPlan((128, 128), (2, 1), 6, shared=True),
+    256: PipelinedPlan((128, 256), (1, 2), 4, shared=True),
+    512: PipelinedPlan((128, 256), (1, 2), 4, shared=True),
+}
+# By bytes of a number, of which four are rounded to TF32. Up to nine taps other plans are faster,
+# but for floats: each tap there has more rows, so that fewer are left out.
+_SHARED = {
+    2: {
+        64: (Shared(256, ((0.06, 0.5),)), Shared(512, ((0, 1.3),))),
+        128: (Shared(256, ((0.06, 0.85), (1, 2))), Shared(384, ((0, 2),))),
+        256: (Shared(256, ((0.5, 1),)), Shared(384, ((0.06, 2),)), Shared(640, ((0, math.inf),))),
+        512: (Shared(256, ((0.5, 1),)), Shared(512, ((0.5, math.inf),)),
+              Shared(640, ((0, math.inf),))),
+    },
+    4: {
+        64: (Shared(256, ((0, 0.85),)), Shared(384, ((0, 3),), ((0, 0.7),))),
+        128: (Shared(256, ((0, 0.85),)), Shared(384, ((0, 2),), ((0, 0.55),)),
+              Shared(1024, ((0, 2),), ((0, 0.7),))),
+        256: (Shared(256, ((0.75, math.inf),)), Shared(384, ((0, 2.6),), ((0, 0.5),)),
+              Shared(1024, ((0, 2.6),), ((0, 0.7),)), Shared(1152, ((0, math.inf),), ((0, 0.5),))),
+        512: (Shared(1024, ((0, math.inf),), ((0, 0.5),)),),
+    },
+}  # fmt: skip
 _SORTED = {  # by bytes of a number, of which four are rounded to TF32
     2: (
-        Sorted(PipelinedPlan((128, 128), (2, 1), 6), 256, 1, 1.25),
         Sorted(PipelinedPlan((256, 128), (2, 1), 4), 256, 1),
         Sorted(PipelinedPlan((128, 256), (1, 2), 4), 128, 1, more_of_nine=1.6),
         Sorted(PipelinedPlan((256, 64), (2, 1), 4), 512, 1),
@@ -49,7 +94,6 @@ _SORTED = {  # by bytes of a number, of which four are rounded to TF32
 }
 _WIDEST_SORTED = {2: 512, 4: 1024}  # bytes of a row
 _LAUNCH, _FIRST_ROWS = 5000, 900  # cycles apart from products; more where rows are copied ahead
-_WIDE_FLOATS = TilesPlan(TileShape(128, 384, True), 64, (2, 1), 4, 1, 2, "TileWgmma")
 _COPIED_AHEAD = TilesPlan(TileShape(128, 384, True), 64, (2, 1), 4, 2, 1, "TileWgmma")
 # The second is for the taps of pictures: a tile reads fewer rows with these than with more taps.
 _WIDE = TilesPlan(TileShape(128, 384, True), 128, (2, 1), 4, 1, 1, "TileWgmma")
@@ -76,7 +120,7 @@ _TILINGS = [
     (TilesPlan(TileShape(192, 512), 32, (3, 1), 4, 1, 2, "TileWgmma"), ROW, (842, 1377)),
     (TilesPlan(TileShape(256, 640), 32, (4, 1), 6, 2, 1, "TileWgmma"), ROW, (875,)),
     (TilesPlan(TileShape(64, 192), 64, (1, 1), 3, 1, 4, "TileWgmma"), ROW, (687, 850, 1130, 1138)),
-    (_WIDE_FLOATS, ROW, (733, 1050)),
+    (TilesPlan(TileShape(128, 384, True), 64, (2, 1), 4, 1, 2, "TileWgmma"), ROW, (733, 1050)),
     (_COPIED_AHEAD, ROW, (645,)),
     (TilesPlan(TileShape(192, 512, True), 64, (3, 1), 4, 2, 1, "TileWgmma"), ROW, (760,)),
     (TilesPlan(TileShape(256, 640, True), 64, (4, 1), 4, 1, 1, "TileWgmma"), ROW, (1020,)),
@@ -114,7 +158,7 @@ def plan_site_conv(conv, device):
     if has_products(conv, device):
         found = (
             _plan_once(conv, device)
-            or _plan_wide_floats(conv, device)
+            or _plan_shared(conv, device)
             or _plan_sorted(conv, device)
             or _plan_tiles(conv, device)
         )
@@ -164,20 +208,18 @@ def _plan_once(conv, device):
     return None
 
 
-def _plan_wide_floats(conv, device):
-    """Return tiles for floats in place of sorted rows, where the GPU holds all of them; or None.
-
-    There sorted rows take as long as their tile with the most taps: a scan of 14,000 sites with 128
-    channels 60 us on an H200, these 46, and as many sites of surfaces 70 and 61.
-    """
-    plan, parts, most = _WIDE_FLOATS, -(-conv.channels * conv.element_bytes // ROW), 4
-    if conv.element != "float" or not _MOST_PARTS[conv.element_bytes] < parts <= most:
+def _plan_shared(conv, device):
+    """Return the plan of _SHARED for a convolution; or None."""
+    columns = next((c for c in _SHARED_TILES if conv.channels_out <= c), max(_SHARED_TILES))
+    if conv.channels_out <= PANEL // 2 or not _has_pipelined(conv, device):
         return None
-    if not (TAPS_OF_PICTURES < conv.taps <= MOST_TAPS and 64 < conv.channels_out <= 128):
-        return None  # not timed
-    if _plan_sorted(conv, device) is None or not all_resident(plan, conv, device):
+    plan, row = _SHARED_TILES[columns], conv.channels * conv.element_bytes
+    known = [its for its in _SHARED[conv.element_bytes][columns] if its.row_bytes <= row]
+    if not known or plan.shared_bytes(conv) > device.shared_bytes:
         return None
-    return plan if device.resident(plan.shared_bytes(conv)) >= plan.blocks else None
+    each, (_, tiles, of_nine) = plan.tiles(conv) / device.multiprocessors, known[-1]
+    taken = tiles if conv.taps > TAPS_OF_PICTURES else of_nine
+    return plan if any(more < each <= most for more, most in taken) else None
 
 
 def _plan_sorted(conv, device):

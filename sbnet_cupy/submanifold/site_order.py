@@ -31,6 +31,7 @@ class SiteOrder(NamedTuple):
     order: Any  # int32 [M]: the row of the result; None where rows are as they were
     masks: Any  # uint32 [groups, words]: the taps of each GROUP rows, as bits
     turns: Any = None  # uint16: tiles of 128 and of 256 rows or halves of them, dealt out; or None
+    cuts: Any = None  # int32 [shares + 1, 2]: where taps of tiles of 128 rows are cut; or None
 
 
 def site_order(rows, sources, kernel_size, by_taps):
@@ -72,13 +73,14 @@ class _Launches:
             shape = -(-m // _TILE), 4, size, _TILE * _SLICES, ("int", self._masks[1])
             self._sort = kernels.Later(functools.partial(_prepare, "sort_tiles", *shape))
         device = current_device()
-        shares = device.multiprocessors
+        self._shares = shares = device.multiprocessors
         tiles = [-(-m // rows) for rows in _DEALT_ROWS]
-        self._turns, self._deal = sum(-(-n // shares) for n in tiles) * shares, None
         several = shares < tiles[0] <= _MOST_TILES and shares <= _MOST_SHARES
-        if device.hopper and several:  # only site_conv_pipelined takes turns
+        self._turns = sum(-(-n // shares) for n in tiles) * shares if several else 0
+        self._deal = None
+        if device.hopper:  # only site_conv_pipelined.cuh takes turns and shares
             size = (m, taps, self._masks[1], shares)
-            self._deal = _prepare("deal_tiles", len(tiles), 2, size, 1024)
+            self._deal = _prepare("deal_tiles", 3 if several else 1, 3, size, 1024)
 
     def find_masks(self, rows):
         """Return the masks of rows as they are."""
@@ -93,11 +95,13 @@ class _Launches:
             table, masks = empty(self._shape, np.int32, rows), empty(self._masks, np.uint32, rows)
             order = self._find_order(rows)
             self._sort(rows, order, table, masks)
-            turns = None
+            turns = cuts = None
             if self._deal:
-                turns = empty((self._turns,), np.uint16, rows)
-                self._deal(masks, turns)
-        return SiteOrder(table, order, masks, turns)
+                if self._turns:
+                    turns = empty((self._turns,), np.uint16, rows)
+                cuts = empty((self._shares + 1, 2), np.int32, rows)
+                self._deal(masks, turns, cuts)
+        return SiteOrder(table, order, masks, turns, cuts)
 
     def _find_order(self, rows):
         if not self._by_bin:

@@ -474,6 +474,20 @@ def test_a_bound_launch_takes_the_arrays_that_are_not_decided(launches):
     assert len({(*sizes, *words[3:]) for *sizes, words in launches}) == 1
 
 
+def test_a_bound_series_takes_the_arrays_that_are_not_decided(launches):
+    """Each of its launches takes those that it reads, in its own order."""
+    first, second = launch_of(7, 0, 3, SCALARS), launch_of(9, 0, 3, SCALARS)
+    series = kernels.Series((first, (2, 0, 1)), (second, (3, None, 0)))
+    bound = series.bound((ARRAY, None, None, ARRAY), (1, 2))
+    bound(None, ARRAY)
+    bound.on(55, [16, 32])
+    series.bound((None,) * 4, (3, 2, 1, 0)).on(55, [8, 16, 24, 40])
+    assert [words[:3] for *_, words in launches] == [
+        [2**47, 2**47, 0], [2**47, 0, 2**47], [32, 2**47, 16], [2**47, 0, 2**47],
+        [16, 40, 24], [8, 0, 40],
+    ]  # fmt: skip
+
+
 def test_a_bound_launch_keeps_its_arrays(launches):
     array = SimpleNamespace(data=ARRAY.data, memory=np.zeros(1))
     known = weakref.ref(array.memory)

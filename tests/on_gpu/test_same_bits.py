@@ -18,7 +18,7 @@ from sbnet_cupy.submanifold.site_conv_instances import (
     PipelinedPlan,
     SiteConvSizes,
 )
-from sbnet_cupy.submanifold.site_conv_plan import _TILINGS, _candidates, alone
+from sbnet_cupy.submanifold.site_conv_plan import _SHARED_TILES, _TILINGS, _candidates, alone
 from sbnet_cupy.submanifold.site_tiles import TileShape
 from support.assertions import assert_same
 from support.site_conv_cases import SiteConvCase, run_by_plan, sb_dtype
@@ -52,8 +52,13 @@ RERUNS = [
     Rerun(10_000, "float16", 16, 16, "site_conv_tiles NarrowMma", "site_weight_grad"),
     Rerun(14_000, "bfloat16", 16, 32, "site_conv_tiles TileMma", "site_weight_grad"),
     Rerun(14_000, "float16", 32, 32, "site_conv_tiles TileWgmma", "site_weight_grad"),
-    Rerun(14_000, "bfloat16", 128, 128, "site_conv_tiles TileWgmma", "site_weight_grad_pipelined"),
-    Rerun(14_000, "tf32", 64, 64, "site_conv_tiles TileWgmma", "site_weight_grad"),
+    Rerun(15_000, "bfloat16", 128, 128, "site_conv_tiles TileWgmma", "site_weight_grad_pipelined"),
+    Rerun(15_000, "tf32", 64, 64, "site_conv_tiles TileWgmma", "site_weight_grad"),
+    Rerun(14_000, "bfloat16", 128, 128, "site_conv_shared TileWgmma sorted",
+          "site_weight_grad_pipelined"),
+    Rerun(20_000, "float16", 256, 256, "site_conv_shared TileWgmma sorted",
+          "site_weight_grad_pipelined"),
+    Rerun(6000, "tf32", 64, 64, "site_conv_shared TileWgmma sorted", "site_weight_grad"),
     Rerun(6000, "float16", 64, 64, "site_conv_tiles SplitWgmma", "site_weight_grad_pipelined"),
     Rerun(6000, "tf32", 32, 32, "site_conv_tiles SplitWgmma", "site_weight_grad"),
     Rerun(50_000, "float16", 128, 128, "site_conv_pipelined TileWgmma sorted",
@@ -61,7 +66,7 @@ RERUNS = [
     Rerun(50_000, "bfloat16", 256, 256, "site_conv_pipelined TileWgmma sorted",
           "site_weight_grad_pipelined"),
     Rerun(50_000, "tf32", 128, 128, "site_conv_pipelined TileWgmma sorted", "site_weight_grad"),
-    Rerun(6000, "tf32", 96, 96, "site_conv_pipelined TileWgmma", "site_weight_grad"),
+    Rerun(6000, "tf32", 96, 96, "site_conv_shared TileWgmma sorted", "site_weight_grad"),
     Rerun(6000, "float16", 20, 20, "site_conv", "site_weight_grad"),
     Rerun(50_000, "bfloat16", 20, 20, "site_conv sorted", "site_weight_grad"),
     Rerun(14_000, "float32", 24, 40, "site_conv_fma", "site_weight_grad_fma"),
@@ -144,6 +149,19 @@ def test_of_every_tile_of_gathered_rows(kind, dtype, cupy, monkeypatch):
     assert {plan.by_taps for plan in plans} == {False, True}
     assert len({plan.tile for plan in plans}) > 4
     first, *others = (run_by_plan(case, plan, cupy.asarray, monkeypatch) for plan in plans)
+    for other in others:
+        assert_same(other, first)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_of_every_width_of_shared_tiles(dtype, cupy, monkeypatch):
+    """Random numbers: tiles are cut between the same taps, however many channels they have."""
+    wide = dtype == "float32"
+    case = SiteConvCase(dtype, 1200, 64 if wide else 128, 256, (3, 3, 3), whole=False, spare=40,
+                        precision="tf32" if wide else None)  # fmt: skip
+    plans = dict.fromkeys(_SHARED_TILES.values())
+    first, *others = (run_by_plan(case, plan, cupy.asarray, monkeypatch) for plan in plans)
+    assert len(others) == 2
     for other in others:
         assert_same(other, first)
 

@@ -12,7 +12,7 @@ from sbnet_cupy.core.device import current_device
 from sbnet_cupy.core.graph_memory import memory_of_graphs
 from sbnet_cupy.submanifold import map_kernels, site_conv_launch
 from sbnet_cupy.submanifold.site_conv_instances import MmaPlan, PipelinedPlan
-from sbnet_cupy.submanifold.site_conv_plan import _SORTED, _candidates
+from sbnet_cupy.submanifold.site_conv_plan import _SHARED_TILES, _SORTED, _candidates
 from support.assertions import assert_same, to_numpy
 from support.site_conv_cases import CASES, SiteConvCase, assert_result
 from support.site_map_cases import (
@@ -131,13 +131,18 @@ def lower_multiprocessors(cupy, monkeypatch):
     return lower
 
 
+PLANS = [(number, given.plan) for number in _SORTED for given in _SORTED[number]]
+PLANS += [(number, plan) for number in _SORTED for plan in dict.fromkeys(_SHARED_TILES.values())]
+
+
 @pytest.mark.parametrize("few", [False, True], ids=["all", "16 multiprocessors"])
 @pytest.mark.parametrize(
-    "number, given", [(number, given) for number in _SORTED for given in _SORTED[number]],
-    ids=lambda given: str(given if isinstance(given, int) else given.plan.tile),
-)  # fmt: skip
+    "number, given", PLANS, ids=lambda given: str(given if isinstance(given, int) else given[:5])
+)
 def test_tiles_are_shared_out(number, given, few, cupy, monkeypatch, lower_multiprocessors):
-    """Several tiles for each thread block, with few and with many taps: the sums of others.
+    """Several tiles for each thread block, or parts of them, with few and with many taps.
+
+    The sums are those of others.
 
     On few multiprocessors it takes fewer rows, which compute-sanitizer comes through.
     """
@@ -146,7 +151,7 @@ def test_tiles_are_shared_out(number, given, few, cupy, monkeypatch, lower_multi
     if few:
         lower_multiprocessors(16)
     side, scattered = (12, 4_200) if few else (25, 33_000)
-    channels, dtype = given.plan.tile[1], {2: np.float16, 4: np.float32}[number]
+    channels, dtype = given.tile[1], {2: np.float16, 4: np.float32}[number]
     precision = "tf32" if number == 4 else None
     dense = np.argwhere(np.ones((1, side, side, side)))
     far = dense + np.array([0, 90, 90, 90])
@@ -155,7 +160,7 @@ def test_tiles_are_shared_out(number, given, few, cupy, monkeypatch, lower_multi
     x = rng.integers(-3, 4, (len(sites), channels)).astype(dtype)
     w = cupy.asarray(rng.integers(-2, 3, (3, 3, 3, channels, channels)).astype(dtype))
     results = []
-    for plan in (MmaPlan((64, 64), (2, 2), 3), given.plan):
+    for plan in (MmaPlan((64, 64), (2, 2), 3), given):
         monkeypatch.setattr(site_conv_launch, "plan_site_conv", lambda conv, device, p=plan: p)
         with by_kernels(True):
             found = sb.sparse_tensor(cupy.asarray(x), cupy.asarray(sites), spatial_shape=(128,) * 3)

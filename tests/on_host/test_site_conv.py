@@ -91,6 +91,63 @@ def test_pipelined_sums_are_those_of_one_thread_block_role(given, on_host, monke
     assert_result(case, results[1], seed=5)
 
 
+SHARED = [
+    (PipelinedPlan((128, 64), (4, 1), 2, engine="TileMma", shared=True), SiteConvCase(
+        channels=64, channels_out=64, kernel=(3, 3, 3), sites=500, spare=300), 40),
+    (PipelinedPlan((128, 128), (2, 2), 3, engine="TileMma", shared=True), SiteConvCase(
+        "bfloat16", channels=128, channels_out=200, kernel=(2, 2, 2), kind="strided", sites=400),
+        5),
+    (PipelinedPlan((128, 256), (4, 2), 2, engine="TileMma", shared=True), SiteConvCase(
+        "float32", channels=32, channels_out=256, kernel=(3, 3), sites=200, precision="tf32"), 9),
+    (PipelinedPlan((128, 64), (4, 1), 2, engine="TileMma", shared=True), SiteConvCase(
+        channels=64, channels_out=64, kernel=(5, 5, 5), sites=150, tables=False, residual=False),
+        30),
+    (PipelinedPlan((128, 64), (2, 1), 3, shared=True), SiteConvCase(
+        channels=64, channels_out=40, kernel=(3, 3), sites=200, spare=30, activation="silu"), 12),
+    (PipelinedPlan((128, 128), (2, 1), 2, shared=True), SiteConvCase(
+        "float32", channels=64, channels_out=136, kernel=(3, 3, 3), precision="tf32", sites=260),
+        100),
+    (PipelinedPlan((128, 64), (4, 1), 2, engine="TileMma", shared=True), SiteConvCase(
+        channels=64, channels_out=64, kernel=(1, 1), sites=300, whole=False), 1),
+]  # fmt: skip
+
+
+def run_shared(plan, case, shares, monkeypatch):
+    """Return a case's result by so many thread blocks that share tiles; its parts begin as NaN."""
+    device = site_on_host.AMPERE._replace(multiprocessors=shares)
+    monkeypatch.setattr(site_on_host, "AMPERE", device)
+    monkeypatch.setattr(site_conv_launch, "plan_site_conv", lambda conv, device: plan)
+    monkeypatch.setattr(
+        site_conv_launch, "empty", lambda shape, dtype, like: np.full(shape, 255, dtype)
+    )
+    with site_on_host.by_kernels():
+        found = case.run(seed=5)
+        assert site_on_host.LAUNCHED[-2:] == ["site_conv_shared", "site_conv_sum"]
+    return found
+
+
+@pytest.mark.parametrize(
+    "given", thinned(SHARED, 5, sanitized=4), ids=lambda given: str(given[0].tile)
+)
+def test_thread_blocks_share_tiles(given, on_host, monkeypatch):
+    """Most tiles are cut, into two parts or many; results are exact, or within the bound."""
+    plan, case, shares = given
+    assert_result(case, run_shared(plan, case, shares, monkeypatch), seed=5)
+
+
+def test_shared_tiles_of_all_widths_give_the_same_bits(on_host, monkeypatch):
+    """Random numbers: tiles are cut between the same taps, however many channels they have."""
+    case = SiteConvCase(
+        channels=64, channels_out=160, kernel=(3, 3, 3), sites=200, spare=4, whole=False
+    )
+    plans = [PipelinedPlan((128, width), (4, 1), 2, engine="TileMma", shared=True)
+             for width in (64, 128, 256)]  # fmt: skip
+    first, *others = (run_shared(plan, case, 23, monkeypatch) for plan in plans)
+    for other in others:
+        assert_same(other, first)
+    assert (first != run_shared(plans[0], case, 5, monkeypatch)).any()  # between other taps
+
+
 @pytest.mark.parametrize(
     "given", [(128, 3 * 65 * 128 - 5), (256, 46 * 256 - 5), (256, 7 * 256 - 200)], ids=str
 )
@@ -117,42 +174,72 @@ def test_many_turns_of_a_thread_block(given, on_host, monkeypatch):
     assert (out == wide[rows[0]] @ w[0] + wide[rows[1]] @ w[1]).all()
 
 
+def planned(sites, channels, channels_out, taps=27, **other):
+    """Return the plan of a convolution of float16, or of another, on an H200."""
+    conv = SiteConvSizes("Half", sites, sites, taps, channels, channels_out, 1, 0, False, 16, 16)
+    return plan_site_conv(conv._replace(**other), Device(132, 227 << 10, True, True))
+
+
+def test_wide_features_of_few_sites_are_shared():
+    """Up to a number of tiles for each multiprocessor; floats of wide rows in pictures, too."""
+    floats, few, some = {"element": "float", "tf32": True}, 100, 4000
+    for channels, channels_out, taps, other, columns, between in (
+        (128, 128, 27, {}, 128, (897, 14_336)),
+        (128, 65, 10, {}, 128, (16_897, 33_792)),
+        (192, 128, 27, {}, 128, (few, 33_792)),
+        (256, 64, 27, {}, 64, (few, 21_888)),
+        (128, 33, 27, {}, 64, (897, 8448)),
+        (128, 256, 27, {}, 256, (8449, 16_896)),
+        (256, 256, 27, {}, 256, (897, 33_792)),
+        (320, 256, 27, {}, 256, (few, 10**6)),
+        (256, 512, 27, {}, 256, (4225, 10**6)),
+        (512, 512, 27, {}, 256, (few, 10**6)),
+        (64, 64, 27, floats, 64, (few, 14_336)),
+        (128, 64, 9, floats, 64, (some, 11_776)),
+        (64, 128, 27, floats, 128, (few, 14_336)),
+        (64, 256, 27, floats, 256, (12_673, 10**6)),
+        (128, 128, 27, floats, 128, (few, 33_792)),
+        (128, 128, 9, floats, 128, (some, 9216)),
+        (128, 256, 27, floats, 256, (few, 43_904)),
+        (256, 256, 9, floats, 256, (few, 11_776)),
+    ):
+        for sites in between:
+            plan = planned(sites, channels, channels_out, taps, **other)
+            assert plan.shared and plan.by_taps and plan.tile == (128, columns), (channels, sites)
+        for sites in (between[0] - 1, between[1] + 1):
+            if few < sites < 10**6 and sites != some - 1:
+                plan = planned(sites, channels, channels_out, taps, **other)
+                assert not getattr(plan, "shared", False), (channels, channels_out, sites)
+    for sizes in ((9000, 64, 128), (9000, 128, 32), (9000, 256, 256, 9), (9000, 200, 256)):
+        assert not getattr(planned(*sizes), "shared", False), sizes
+
+
 def test_wide_features_of_many_sites_are_sorted():
-    """Where thread blocks have several tiles; else tiles read each row once."""
-    hopper = Device(132, 227 << 10, hopper=True, bulk_copy=True)
-
-    def planned(sites, channels, channels_out, taps=27, **other):
-        conv = SiteConvSizes(
-            "Half", sites, sites, taps, channels, channels_out, 1, 0, False, 16, 16
-        )
-        return plan_site_conv(conv._replace(**other), hopper)
-
+    """Where thread blocks have several tiles; else others are faster."""
     for channels, taps, channels_out, tile, sites in (
-        (128, 27, 128, (128, 128), (16_897, 21_120)),
-        (256, 10, 96, (128, 128), (16_897, 21_120)),
         (128, 27, 128, (256, 128), (33_793, 10**6)),
         (192, 10, 72, (256, 128), (33_793, 10**6)),
         (64, 27, 256, (128, 256), (16_897, 10**6)),
-        (256, 10, 256, (128, 256), (16_897, 10**6)),
+        (256, 10, 256, (128, 256), (33_793, 10**6)),
         (256, 9, 136, (128, 256), (27_009, 10**6)),
         (256, 27, 64, (256, 64), (33_793, 10**6)),
     ):
         for number in sites:
             plan = planned(number, channels, channels_out, taps)
             assert isinstance(plan, PipelinedPlan) and plan.tile == tile and plan.by_taps
+            assert not plan.shared
         plan = planned(sites[0] - 1, channels, channels_out, taps)
-        assert not isinstance(plan, PipelinedPlan) or plan.tile != tile
+        assert not isinstance(plan, PipelinedPlan) or plan.tile != tile or plan.shared
     for sizes in (
-        (21_121, 128, 128), (16_896, 256, 256), (10**6, 64, 128), (10**6, 248, 256),
-        (10**6, 128, 128, 9), (10**6, 256, 256, 8), (10**6, 192, 64), (10**6, 256, 264),
+        (10**6, 64, 128), (10**6, 248, 256), (10**6, 128, 128, 9), (10**6, 256, 256, 8),
+        (10**6, 192, 64), (10**6, 256, 264, 9),
     ):  # fmt: skip
         assert not isinstance(planned(*sizes), PipelinedPlan), sizes
     for channels, taps, channels_out, tile, sites in (
         (128, 27, 128, (256, 128), (33_793, 10**6)),
         (96, 9, 96, (256, 128), (25_345, 10**6)),
-        (128, 27, 80, (128, 128), (16_897, 33_792)),
-        (256, 9, 128, (128, 128), (8449, 25_344)),
-        (128, 27, 256, (128, 256), (16_897, 10**6)),
+        (128, 9, 128, (128, 128), (9217, 25_344)),
+        (128, 27, 256, (128, 256), (44_000, 10**6)),
         (256, 9, 192, (128, 256), (16_897, 10**6)),
     ):
         for number in sites:

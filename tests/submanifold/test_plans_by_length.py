@@ -73,10 +73,10 @@ def calls(channels, k, dtype, residual):
 
 def facts(plan):
     """Return what two plans of the same call have in common."""
-    names = "results", "operands", "scratch", "shape", "strides", "how", "order"
+    names = "results", "operands", "scratch", "partials", "shape", "strides", "how", "order"
     launches = [plan.launch, getattr(plan, "early_launch", None)]
     launches = [its._prepare() if isinstance(its, launch.Later) else its for its in launches]
-    launches[0] = getattr(launches[0], "_steps", launches[0])  # those of a series one by one
+    launches = [getattr(its, "_steps", its) for its in launches]  # those of a series one by one
     return type(plan), launches, *(getattr(plan, name, None) for name in names)
 
 

@@ -178,11 +178,54 @@ def test_few_and_very_many_tiles_are_not_dealt_out():
     for m in (3 * 128, 8193 * 128):
         with site_on_host.by_kernels():
             launches = site_order._launches(1, m, 50, (1, 0), "cpu")
-        assert launches._deal is None
+        assert launches._turns == 0
 
 
 def test_tiles_are_dealt_out_where_a_kernel_takes_turns(monkeypatch):
     rows = table((3, 3, 3), 3000, 0.8)
     with site_on_host.by_kernels():
         monkeypatch.setattr(site_order, "current_device", lambda: site_on_host.AMPERE)
-        assert site_order.site_order(rows, 50, (3, 3, 3), True).turns is None
+        found = site_order.site_order(rows, 50, (3, 3, 3), True)
+    assert found.turns is None and found.cuts is None
+
+
+def cuts_of(masks, shares):
+    """Return where each share of the taps of all tiles of 128 rows begins, and the end of all.
+
+    That is a tile, and how many of its taps come before. A tile takes as long as two taps more than
+    it has, and one tap at least.
+    """
+    places = []  # of each unit of time
+    for tile in range(-(-len(masks) // 4)):
+        taps = sum(int(word).bit_count() for word in np.bitwise_or.reduce(masks[4 * tile :][:4]))
+        places += [(tile, max(unit - 2, 0)) for unit in range(max(taps, 1) + 2)]
+    end = places[-1][0] + 1, 0
+    each = -(-len(places) // shares)
+    return [places[n * each] if n * each < len(places) else end for n in range(shares + 1)]
+
+
+@pytest.mark.parametrize("shares", [1, 3, 40, 700])
+@pytest.mark.parametrize("size", [((3, 3, 3), 3000), ((5, 5, 3), 900), ((3, 3), 1)], ids=str)
+def test_taps_are_cut_into_shares(size, shares, monkeypatch):
+    kernel_size, m = size
+    rows = table(kernel_size, m, 0.9)
+    rows[1:, m // 2 :] = -1  # tiles with few taps
+    rows[:, -m // 9 :] = -1  # and without any
+    monkeypatch.setattr(
+        site_on_host, "AMPERE", site_on_host.AMPERE._replace(multiprocessors=shares)
+    )
+    with site_on_host.by_kernels():
+        found = site_order.site_order(rows, 50, kernel_size, True)
+    assert found.cuts.tolist() == [list(cut) for cut in cuts_of(found.masks, shares)]
+
+
+def test_very_many_tiles_are_cut_into_shares():
+    """More than a thread block has threads, several times."""
+    m, taps = 8193 * 128, 40
+    rng = np.random.default_rng(2)
+    masks = rng.integers(0, 2**32, (-(-m // 32), 2), np.uint32) & np.array([2**32 - 1, 255])
+    masks[rng.random(len(masks)) < 0.7] = 0
+    masks, cuts = masks.astype(np.uint32), np.full((4, 2), -1, np.int32)
+    with site_on_host.by_kernels():
+        site_order._launches(taps, m, 50, (1, 0), "cpu")._deal(masks, None, cuts)
+    assert cuts.tolist() == [list(cut) for cut in cuts_of(masks, 3)]

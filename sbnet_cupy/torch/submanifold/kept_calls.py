@@ -14,7 +14,7 @@ import torch
 from ...core.graph_memory import capture_of
 from ...dense.packed_weights import PackedWeights
 from ...submanifold.keeping_container import CAPTURE
-from ...submanifold.site_conv_launch import OrderedPlan
+from ...submanifold.site_conv_launch import OrderedPlan, bound_launch
 from .. import _dispatch_state as state
 from .._native import native_weights, view
 from .maps import kept_with
@@ -31,7 +31,7 @@ class KeptCall(NamedTuple):
     valid: torch.Tensor  # which rows of the result are sites
     matches: Callable  # whether features and residual are like those, in all but memory and values
     plan: OrderedPlan
-    launch: Any  # takes the addresses of the features, the residual and the result
+    launch: Any  # takes the addresses of features, residual, result, and of parts of tiles, if any
 
 
 def compute_again(features, w, made, groups, residual, activation):
@@ -68,17 +68,26 @@ def compute_again(features, w, made, groups, residual, activation):
         if (addresses[0] | addresses[1]) & 15:
             return None
         out = features.new_empty_strided(call.plan.shape, call.plan.strides)
-        call.launch.on(state.current_stream(device), (*addresses, out.data_ptr()))
+        addresses = (*addresses, out.data_ptr())
+        if call.plan.partials:
+            parts = partials_of(call.plan, features)
+            addresses = (*addresses, parts.data_ptr())
+        call.launch.on(state.current_stream(device), addresses)
         return out
     return None
 
 
-def keep_call(plan, tensors, options, packed, order):
+def partials_of(plan, like):
+    """Return the memory of the parts of tiles of a plan: a tensor like another."""
+    return like.new_empty_strided((plan.partials,), (1,), dtype=torch.uint8)
+
+
+def keep_call(plan, tensors, options, packed, owner):
     """Keep a call that was just made by a plan, for others like it, from the second one on.
 
     Where each input has sites of its own, there is no second call over a table by the same weights.
     The table refers to the weights weakly, and to no coordinates: nothing lives longer for it. What
-    a captured graph computes is not kept.
+    a captured graph computes is not kept. ``owner`` has the order of the table, and parts of tiles.
     """
     features, rows, valid, *_, residual, out = tensors
     kept = kept_with(rows)
@@ -100,8 +109,7 @@ def keep_call(plan, tensors, options, packed, order):
     matches = state.matcher(given)
     if not matches(*given):
         return
+    order, _ = owner
     decided = (packed.kept(plan.how), *order, view(valid))
-    places = (0, len(decided) + 1, len(decided) + 2)
-    launch = plan.launch.bound((None, *decided, None, None), places)
-    calls.append(KeptCall(*like, valid, matches, plan, launch))
+    calls.append(KeptCall(*like, valid, matches, plan, bound_launch(plan, decided)))
     del calls[:-_MOST]

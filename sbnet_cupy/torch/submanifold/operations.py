@@ -32,7 +32,7 @@ from .._namespace import activation_backward, affine, wide
 from .._native import DTYPES, numpy_dtype, view, views
 from .._operation import Operation
 from ..network.cuda import start
-from .kept_calls import keep_call
+from .kept_calls import keep_call, partials_of
 from .maps import kept_with, out_of_modes
 from .site_branch import find_beside, list_beside
 
@@ -78,6 +78,18 @@ def _order_of(plan, tensors, place=1):
 
         found = kept_or_made(kept, key, rows, make)
     return found
+
+
+def _with_parts(plan, tensors, place=1):
+    """Return the order in which a convolution reads a table and the parts of tiles, if any.
+
+    And the addresses of all these.
+    """
+    order, addresses = _order_of(plan, tensors, place)
+    if not plan.partials:
+        return (order, None), addresses
+    parts = partials_of(plan, tensors[0])
+    return (order, parts), [*addresses, parts.data_ptr()]
 
 
 def convolve(features, w, rows, *, groups=1, precision=None):
@@ -307,7 +319,7 @@ _HERE = sys.modules[__name__]
 _TRANSPOSED = Operation(TRANSPOSED_ROWS)
 CONV = Operation(
     SITE_CONV, _HERE, gradient=_conv_gradient, saves=_conv_saves, weights=slice(3, 6),
-    around=one_blas_thread, derived=_order_of, keep=keep_call,
+    around=one_blas_thread, derived=_with_parts, keep=keep_call,
     prefixes={"rows": "kernel_map.", "valid": "kernel_map.target."},
 )  # fmt: skip
 _WEIGHT_GRAD = Operation(
@@ -323,7 +335,7 @@ _FEATURES_GRAD = Operation(
     gradient=_features_grad_gradient,
     saves=lambda arrays, options: {"grad_y", "w", "back"},
     around=one_blas_thread,
-    derived=functools.partial(_order_of, place=2),
+    derived=functools.partial(_with_parts, place=2),
 )
 _SUM = Operation(SITE_SUM, _HERE, gradient=_sum_gradient)
 _MAX = Operation(
