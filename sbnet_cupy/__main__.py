@@ -202,6 +202,7 @@ def _parser():
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="info | demo | bench")
     commands.add_parser("info", help="the device, the versions, what is available")
     demo = commands.add_parser(

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import sbnet_cupy
 from sbnet_cupy.__main__ import main
 from support.demo_files import lidar, sky, write_png, write_scan
 
@@ -44,6 +45,12 @@ def test_help_tells_what_there_is(arguments, capsys):
     output = capsys.readouterr().out
     assert "demo" in output
     assert ("examples:" in output) == (arguments == ["--help"])
+
+
+def test_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"sbnet-cupy {sbnet_cupy.__version__}\n"
 
 
 @pytest.mark.parametrize("arguments", [[], ["dance"], ["demo", "--cell", "wide"]])
