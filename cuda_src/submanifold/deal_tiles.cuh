@@ -12,6 +12,7 @@ DEVICE int taps_of_tile(const u32* __restrict__ masks, i64 tile, int groups, i64
     int count = 0;
     for (i64 word = 0; word < words; ++word) {
         u32 any = 0;
+#pragma unroll (DEVICE_ARCHITECTURE >= 1000 ? 1 : 4)  // where it is not launched, NVRTC 13.5 spills registers otherwise
         for (int g = 0; g < groups; ++g) {
             const i64 group = tile * groups + g;
             any |= group < all ? masks[group * words + word] : 0;

@@ -10,13 +10,7 @@ from sbnet_cupy.core.device import Device
 from sbnet_cupy.submanifold import site_conv_launch
 from sbnet_cupy.submanifold.site_conv import SITE_CONV
 from sbnet_cupy.submanifold.site_conv_instances import MmaPlan, OncePlan, SiteConvSizes, TilesPlan
-from sbnet_cupy.submanifold.site_conv_plan import (
-    _SORTED,
-    _TILINGS,
-    _WIDE_FLOATS,
-    alone,
-    plan_site_conv,
-)
+from sbnet_cupy.submanifold.site_conv_plan import _SORTED, _TILINGS, alone, plan_site_conv
 from sbnet_cupy.submanifold.site_tiles import MOST_TAPS, TileShape, shared_bytes
 from support import site_on_host
 from support.assertions import assert_same
@@ -106,7 +100,7 @@ FOUR_WARPS = [  # that multiply together
      Case("bfloat16", channels=96, channels_out=96, kernel=(3, 3, 3), sites=130, spare=4)),
     (TilesPlan(TileShape(128, 256), 64, (2, 1), 4, 1, 1, "TileWgmma"),
      Case("float32", channels=32, channels_out=64, kernel=(3, 3), sites=300, precision="tf32")),
-    (_WIDE_FLOATS,
+    (TilesPlan(TileShape(128, 384, True), 64, (2, 1), 4, 1, 2, "TileWgmma"),
      Case("float32", channels=128, channels_out=128, kernel=(3, 3, 3), sites=150,
           precision="tf32")),
 ]  # fmt: skip
