@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import sbnet_cupy as sb
+from sbnet_cupy.core import launch as kernels
 from sbnet_cupy.core.device import Device
 from sbnet_cupy.submanifold import site_conv_launch
 from sbnet_cupy.submanifold.site_conv import SITE_CONV
@@ -17,10 +18,12 @@ from sbnet_cupy.submanifold.site_conv_instances import (
     SiteConvSizes,
 )
 from sbnet_cupy.submanifold.site_conv_plan import _candidates, plan_site_conv
+from sbnet_cupy.submanifold.site_features_grad import features_grad
 from support import site_on_host
 from support.assertions import assert_same
 from support.count_calls import count_calls
 from support.exhaustive import thinned
+from support.host_memory import Memory
 from support.site_conv_cases import CASES, SiteConvCase, assert_result
 
 TILES = [(128, 128), (128, 64), (128, 32), (64, 128), (64, 64), (64, 32)]
@@ -109,20 +112,25 @@ SHARED = [
         100),
     (PipelinedPlan((128, 64), (4, 1), 2, engine="TileMma", shared=True), SiteConvCase(
         channels=64, channels_out=64, kernel=(1, 1), sites=300, whole=False), 1),
+    (PipelinedPlan((128, 64), (4, 1), 2, engine="TileMma", shared=True), SiteConvCase(
+        channels=64, channels_out=128, kernel=(3, 3), sites=330), 2),
 ]  # fmt: skip
 
 
 def run_shared(plan, case, shares, monkeypatch):
-    """Return a case's result by so many thread blocks that share tiles; its parts begin as NaN."""
+    """Return a case's result by so many thread blocks that share tiles.
+
+    Parts of tiles begin as NaN, and nothing is written beyond them.
+    """
+    memory = Memory(poison=255)
     device = site_on_host.AMPERE._replace(multiprocessors=shares)
     monkeypatch.setattr(site_on_host, "AMPERE", device)
     monkeypatch.setattr(site_conv_launch, "plan_site_conv", lambda conv, device: plan)
-    monkeypatch.setattr(
-        site_conv_launch, "empty", lambda shape, dtype, like: np.full(shape, 255, dtype)
-    )
+    monkeypatch.setattr(site_conv_launch, "empty", memory.poisoned)
     with site_on_host.by_kernels():
         found = case.run(seed=5)
         assert site_on_host.LAUNCHED[-2:] == ["site_conv_shared", "site_conv_sum"]
+    memory.check()
     return found
 
 
@@ -130,7 +138,10 @@ def run_shared(plan, case, shares, monkeypatch):
     "given", thinned(SHARED, 5, sanitized=4), ids=lambda given: str(given[0].tile)
 )
 def test_thread_blocks_share_tiles(given, on_host, monkeypatch):
-    """Most tiles are cut, into two parts or many; results are exact, or within the bound."""
+    """Most tiles are cut, into two parts or many; results are exact, or within the bound.
+
+    Of the last case most are whole, of several columns, and the last cut is alone in its tile.
+    """
     plan, case, shares = given
     assert_result(case, run_shared(plan, case, shares, monkeypatch), seed=5)
 
@@ -146,6 +157,40 @@ def test_shared_tiles_of_all_widths_give_the_same_bits(on_host, monkeypatch):
     for other in others:
         assert_same(other, first)
     assert (first != run_shared(plans[0], case, 5, monkeypatch)).any()  # between other taps
+
+
+def test_products_begin_early_only_behind_what_packs_weights(on_host, monkeypatch):
+    """Else what made the map may still run; a sum waits for the parts itself."""
+    monkeypatch.setattr(kernels, "prepare", lambda file, name, *_, dependent=False, **__: (
+        name, dependent))  # fmt: skip
+    conv = SiteConvSizes("Half", 900, 900, 27, 64, 64, 1, 0, False, 16, 16)
+    shared = PipelinedPlan((128, 64), (4, 1), 2, engine="TileMma", shared=True)
+    for plan in (shared, shared._replace(shared=False), MmaPlan((64, 64), (2, 2), 3)):
+        launches = site_conv_launch._by_tensor_cores(conv, plan)
+        for its, early in zip(launches, (False, True), strict=True):
+            its = its._prepare()
+            if plan is shared:
+                its, add_up = (launch for launch, _ in its._steps)
+                assert add_up == ("site_conv_sum", True)
+            assert its == (plan.kernel, early)
+
+
+@pytest.mark.parametrize("shift", [0, 1])  # of a map that is its own reverse, or not
+def test_a_gradient_of_features_shares_tiles(shift, on_host, monkeypatch):
+    rng = np.random.default_rng(3)
+    sites = np.argwhere(rng.random((1, 20, 20)) < 0.5)
+    x = sb.sparse_tensor(np.zeros((len(sites), 1)), sites, spatial_shape=(20, 20))
+    onto = np.flip(sites + np.array([0, shift, 0]), 0)[:150] if shift else sites
+    onto = sb.coordinate_map(onto, spatial_shape=(21, 20), batch_size=1)[0] if shift else None
+    made = sb.kernel_map(x.coordinates, 3, onto=onto or x.coordinates)
+    y = rng.integers(-3, 4, (made.target.capacity, 64)).astype(np.float16)
+    w = rng.integers(-2, 3, (9, 64, 64)).astype(np.float16)
+    expected = features_grad(y, w, made, 1, None)
+    plan = PipelinedPlan((128, 64), (4, 1), 2, engine="TileMma", shared=True)
+    monkeypatch.setattr(site_conv_launch, "plan_site_conv", lambda conv, device: plan)
+    with site_on_host.by_kernels():
+        assert_same(features_grad(y, w, made, 1, None), expected)
+        assert site_on_host.LAUNCHED[-2:] == ["site_conv_shared", "site_conv_sum"]
 
 
 @pytest.mark.parametrize(
@@ -210,7 +255,10 @@ def test_wide_features_of_few_sites_are_shared():
             if few < sites < 10**6 and sites != some - 1:
                 plan = planned(sites, channels, channels_out, taps, **other)
                 assert not getattr(plan, "shared", False), (channels, channels_out, sites)
-    for sizes in ((9000, 64, 128), (9000, 128, 32), (9000, 256, 256, 9), (9000, 200, 256)):
+    for sizes in (
+        (9000, 64, 128), (5000, 128, 32), (9000, 256, 256, 9), (9000, 200, 256),
+        (9000, 320, 256, 59),  # which needs too much shared memory
+    ):  # fmt: skip
         assert not getattr(planned(*sizes), "shared", False), sizes
 
 

@@ -181,6 +181,15 @@ def test_few_and_very_many_tiles_are_not_dealt_out():
         assert launches._turns == 0
 
 
+def test_tiles_are_not_dealt_out_to_very_many_thread_blocks(monkeypatch):
+    for shares, rounds in ((512, 3), (513, 0)):  # two of 600 tiles, and one of 300
+        device = site_on_host.AMPERE._replace(multiprocessors=shares)
+        monkeypatch.setattr(site_on_host, "AMPERE", device)
+        with site_on_host.by_kernels():
+            launches = site_order._launches(1, 600 * 128, 50, (1, 0), "cpu")
+        assert launches._turns == rounds * shares
+
+
 def test_tiles_are_dealt_out_where_a_kernel_takes_turns(monkeypatch):
     rows = table((3, 3, 3), 3000, 0.8)
     with site_on_host.by_kernels():
