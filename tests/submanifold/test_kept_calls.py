@@ -10,6 +10,7 @@ import pytest
 import sbnet_cupy as sb
 from sbnet_cupy.core.spec import fields_of
 from sbnet_cupy.submanifold import kept_calls, site_conv_launch
+from sbnet_cupy.submanifold.site_conv_instances import PipelinedPlan
 from support import site_on_host
 from support.assertions import assert_same
 from support.kept_calls import note_kept
@@ -68,6 +69,20 @@ def test_another_call_gives_the_same(xp, again):
             assert_same(y.features, fresh(x, w, residual=given, activation="relu"))
             assert y.coordinates is x.coordinates
     assert again == [False] * 2 + [True] * 10
+
+
+def test_calls_whose_thread_blocks_share_tiles(xp, again, monkeypatch):
+    """Each has memory for the parts of tiles."""
+    if xp is np:
+        plan = PipelinedPlan((128, 64), (4, 1), 2, engine="TileMma", shared=True)
+        monkeypatch.setattr(site_conv_launch, "plan_site_conv", lambda conv, device: plan)
+    x, other, w = draw(xp, channels=64 if xp is np else 320)
+    for features in (x.features, other, x.features, other):
+        x = sb.SparseTensor(features, x.coordinates)
+        y = sb.submanifold_conv(x, w, residual=other)
+        assert xp is not np or site_on_host.LAUNCHED[-1] == "site_conv_sum"
+        assert_same(y.features, fresh(x, w, residual=other))
+    assert again == [False] * 2 + [True] * 2
 
 
 def test_options_that_are_made_anew_bind_one_launch(xp, again):

@@ -11,6 +11,7 @@ import pytest
 
 import sbnet_cupy as sb
 from sbnet_cupy.submanifold import site_conv_launch
+from sbnet_cupy.submanifold.site_conv_instances import PipelinedPlan
 from support import site_on_host
 from support.kept_calls import note_kept
 from support.torch_cases import internal, on_device
@@ -75,6 +76,39 @@ def test_another_call_gives_the_same(torch, st, device, again):
             assert not again.pop() and torch.equal(y.features, expected)
             again.append(known)
     assert again == [False] * 2 + [True] * 10
+
+
+@pytest.fixture
+def shared(torch, st, device, monkeypatch):
+    """What draw returns, where thread blocks share tiles."""
+    if device == "cpu":
+        plan = PipelinedPlan((128, 64), (4, 1), 2, engine="TileMma", shared=True)
+        monkeypatch.setattr(site_conv_launch, "plan_site_conv", lambda conv, device: plan)
+    return draw(torch, st, device, channels=64 if device == "cpu" else 320)
+
+
+def test_thread_blocks_of_calls_share_tiles(torch, st, device, again, shared):
+    """Each call has memory for the parts of tiles."""
+    (x, other, w), known = shared, []
+    for features in (x.features, other) * 2:
+        x = x.replace(features)
+        y = st.submanifold_conv(x, w, residual=other.flip(0)).features
+        known.append(again[-1])
+        assert device != "cpu" or site_on_host.LAUNCHED[-1] == "site_conv_sum"
+        assert torch.equal(y, fresh(st, x, w, residual=other.flip(0)))
+    assert known == [False] * 2 + [True] * 2
+
+
+def test_thread_blocks_of_a_gradient_share_tiles(torch, st, device, shared):
+    x, other, w = shared
+    features, weights, grad = (t.round() for t in (x.features, w.w, other))
+    features.requires_grad_()
+    st.submanifold_conv(x.replace(features), weights).features.backward(grad)
+    if device == "cpu":
+        assert site_on_host.LAUNCHED.count("site_conv_sum") == 2
+    backward = weights.flip(0, 1, 2).transpose(3, 4).contiguous()
+    y = st.submanifold_conv(x.replace(grad), sb.PackedWeights(backward)).features
+    assert torch.equal(features.grad, y)
 
 
 def test_maps_that_are_made_anew_share_a_table(torch, st, device, again):
