@@ -193,6 +193,20 @@ def test_a_gradient_of_features_shares_tiles(shift, on_host, monkeypatch):
         assert site_on_host.LAUNCHED[-2:] == ["site_conv_shared", "site_conv_sum"]
 
 
+def test_parts_of_a_tile_are_added_in_the_order_of_taps(on_host, monkeypatch):
+    """Of one tile, cut behind 8 and behind 18 of 27 taps: 2**24 + 1 - 2**24 is 0 in float32."""
+    plan = PipelinedPlan((128, 64), (4, 1), 2, engine="TileMma", shared=True)
+    monkeypatch.setattr(site_conv_launch, "plan_site_conv", lambda conv, device: plan)
+    x, w = np.zeros((128, 32), np.float32), np.zeros((27, 32, 64), np.float32)
+    x[:, 0], w[[0, 8, 18], 0] = 1, np.array([[2**24], [1], [-(2**24)]])
+    rows = np.tile(np.arange(128, dtype=np.int32), (27, 1))
+    out = np.full((128, 64), np.nan, np.float32)
+    arrays = (x, rows, None, w, None, None, None, out)
+    with site_on_host.by_kernels():
+        SITE_CONV.plan_for(arrays, ((3, 3, 3), 128, 1, None, "tf32")).run(*arrays)
+    assert (out == 0).all()
+
+
 @pytest.mark.parametrize(
     "given", [(128, 3 * 65 * 128 - 5), (256, 46 * 256 - 5), (256, 7 * 256 - 200)], ids=str
 )
