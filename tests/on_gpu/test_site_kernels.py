@@ -172,15 +172,22 @@ def test_tiles_are_shared_out(number, given, few, cupy, monkeypatch, lower_multi
         assert_same(result, results[0])
 
 
-def test_a_network_replays_on_other_points(cupy):
-    """Maps, strides and their inverse in one graph, without a read of the device."""
+@pytest.mark.parametrize("packed", [False, True], ids=["arrays", "packed"])
+@pytest.mark.parametrize("channels", [(16, 32), (256, 128)], ids=str)
+def test_a_network_replays_on_other_points(channels, packed, cupy):
+    """Maps, strides and their inverse in one graph, without a read of the device.
+
+    Wide features are sorted and their tiles cut in the graph, just ahead of what reads the cuts.
+    """
     shape, n, capacity = (40, 40, 20), 900, 1000
-    rng = np.random.default_rng(0)
+    rng, (before, after) = np.random.default_rng(0), channels
     w1, w2, w3 = (
         cupy.asarray(rng.standard_normal(size).astype(np.float16) / 8)
-        for size in ((3, 3, 3, 16, 32), (2, 2, 2, 32, 32), (2, 2, 2, 32, 16))
+        for size in ((3, 3, 3, before, after), (2, 2, 2, after, 32), (2, 2, 2, 32, 16))
     )
-    rows, features = cupy.empty((n, 4), np.int32), cupy.empty((n, 16), np.float16)
+    if packed:
+        w1 = sb.PackedWeights(w1)
+    rows, features = cupy.empty((n, 4), np.int32), cupy.empty((n, before), np.float16)
 
     def network():
         x = sb.sparse_tensor(features, rows, spatial_shape=shape, batch_size=2, capacity=capacity)
