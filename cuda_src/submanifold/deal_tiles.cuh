@@ -1,5 +1,6 @@
 // deal_tiles.cuh: which thread block of a convolution computes which tiles of sorted rows, and when.
-// Such tiles have from a few taps to all: dealt out by their numbers of taps, each thread block has about as much to do.
+// Such tiles have from one tap to all. They are dealt out by their numbers of taps, or cut, so that each thread block has about as
+// much to do.
 #pragma once
 
 #include "core/common.cuh"
@@ -26,7 +27,7 @@ DEVICE int taps_of_tile(const u32* __restrict__ masks, i64 tile, int groups, i64
 DEVICE void cut_tiles(const u32* __restrict__ masks, int2* __restrict__ cuts, i64 M, i64 words, i64 shares, int (&sums)[32]) {
     const i64 all = ceil_div<i64>(M, 32), tiles = ceil_div<i64>(M, SHARED_ROWS);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, threads = static_cast<int>(blockDim.x);
-    // What tile number `first` + the thread's takes; what those of the threads before it take, and all of them.
+    // The cost of this thread's tile, `first` + threadIdx.x; of the tiles of the threads before it; and of those of all threads.
     int its, before, together;
     const auto next = [&](i64 first) {
         const i64 tile = first + threadIdx.x;
@@ -46,6 +47,8 @@ DEVICE void cut_tiles(const u32* __restrict__ masks, int2* __restrict__ cuts, i6
             together += sums[w];
         }
     };
+    // First the cost of all tiles, then where multiples of the length of a share fall. A cut in what a tile takes beside its taps
+    // is moved to its first tap.
     i64 total = 0;
     for (i64 first = 0; first < tiles; first += threads) {
         next(first);

@@ -9,7 +9,7 @@
 //                     grid of 256 threads, each with V channels of ROWS rows.
 // pack_site_weights lets the next launch begin once all before have ended; those that multiply wait before they read what it
 // has packed.
-// site_conv_pipelined.cuh has the same for wide sums, where some warps copy and others multiply; site_conv_tiles.cuh by tiles
+// site_conv_pipelined.cuh has the same for wide sums, where some warps copy and others multiply, or thread blocks share tiles; site_conv_tiles.cuh by tiles
 // that read each row once; site_conv_once.cuh for few sites, where a tile copies all that it reads at once.
 #include "submanifold/site_conv_once.cuh"
 #include "submanifold/site_conv_pipelined.cuh"

@@ -3,7 +3,7 @@
 // Python: sbnet_cupy/submanifold/site_conv.py; launched by site_conv_launch.py
 // Compute capability 9.0 and newer. Rows of x are whole chunks of 128 bytes, aligned; rows of y whole vectors.
 // Launch: site_conv_pipelined has a persistent grid, a thread block for each tile of BM rows and BN channels; `turns` says which
-// has which. site_conv_shared has `shares` thread blocks, each with as many taps of tiles as the others: `cuts` say where its
+// has which. site_conv_shared has `shares` thread blocks, each with about the same number of taps: `cuts` say where its
 // tiles begin and end, maybe between two taps of one. Then site_conv_sum adds up the parts of tiles that are cut.
 // Why: a thread that copies looks up which rows a tap reads once, and then copies part after part of them. Its warp keeps them in
 // shared memory for all taps of a tile, and fetches those of the next tile into the L2 cache meanwhile.
@@ -47,7 +47,7 @@ struct Turns {
     static constexpr bool HALVES = BM == 256;
     const u16* __restrict__ dealt;  // [rounds][blocks], from this one's first on; or null: in order
     int tiles, block, blocks;
-    // `turns` of `shares` thread blocks, as site_turns.cuh has them, or null; of tiles with `across` of them for each BM rows.
+    // `turns` of `shares` thread blocks, as site_turns.cuh has them, or null. Each BM rows have `across` tiles of BN channels.
     DEVICE Turns(const u16* turns, const int2*, int2*, i64 M, i64 shares, int across)
         : dealt(nullptr), tiles(static_cast<int>(ceil_div<i64>(M, BM)) * across), block(static_cast<int>(blockIdx.x)),
           blocks(static_cast<int>(gridDim.x)) {
@@ -63,7 +63,7 @@ struct Turns {
         const int its = dealt[turn * blocks];
         return HALVES && its & HALF_TILE ? ~(its - HALF_TILE) : its;
     }
-    // Its taps are numbers first_tap to end_tap of its list.
+    // Taps number first_tap to end_tap - 1 of its list are computed, where it has so many.
     static DEVICE int first_tap(int) { return 0; }
     static DEVICE int end_tap(int) { return ALL_TAPS; }
     // Where its sums go: the number of a part; -1 for y.
@@ -75,10 +75,10 @@ struct Turns {
     static DEVICE int height(int tile) { return HALVES && tile < 0 ? BM / 2 : BM; }
 };
 
-// The same where thread blocks share tiles: what is between two cuts, for BN channels after the other.
+// The same where thread blocks share tiles: this one has all between two cuts, first of BN output channels, then of the next BN.
 template <int BM>
 struct Shares : Turns<BM> {
-    const int2* ends;  // the two cuts, in shared memory
+    const int2* ends;  // the two cuts, in shared memory, once the thread block has met
     int across;
     DEVICE Shares(const u16*, const int2* cuts, int2* ends, i64 M, i64, int across)
         : Turns<BM>(nullptr, nullptr, nullptr, M, 0, across), ends(ends), across(across) {
@@ -99,7 +99,8 @@ struct Shares : Turns<BM> {
     }
 };
 
-// Parts of tiles lie as threads hold their sums: [parts][MT * NT][THREADS]. Those of this thread, THREADS from each other.
+// Parts of tiles lie as threads hold their sums: [parts][MT * NT][THREADS] of four floats. Where those of this thread begin; the next
+// four are THREADS * 4 floats further.
 template <class Product, typename Float>
 DEVICE auto parts_of_thread(Float* partials, int part) {
     constexpr int ALL = Product::MT * Product::NT * Product::THREADS;
@@ -379,8 +380,8 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + COPIERS, 
         x, packed, rows, order, masks, nullptr, cuts, valid, residual, y, partials, N, M, taps, C, K, shares);
 }
 
-// Add up the parts of tiles that are cut, in the order of their taps. A thread block has a cut, and of its tile a vector of channels
-// in two rows for each thread. That of the first cut in a tile adds up all its parts.
+// Add up the parts of tiles that are cut, in the order of their taps. A thread block has a cut, a column of BN
+// channels, and a slice of the tile: 16 bytes of channels in two rows for each thread. Those of a tile's first cut add up all its parts.
 template <template <typename, int, int, int, int> class Engine, typename T, int BM, int BN, int WM, int WN, int ACTIVATION>
 __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS)
     site_conv_sum(const float* __restrict__ partials, const u8* __restrict__ packed, const int2* __restrict__ cuts,
@@ -391,11 +392,12 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS)
     constexpr int SLICES = Product::MT * VECTORS;
     const int blocks = static_cast<int>(shares), slice = static_cast<int>(blockIdx.x) % SLICES;
     const int number = static_cast<int>(blockIdx.x) / SLICES, column = number / (blocks - 1), cut = number % (blocks - 1) + 1;
+    // Cuts are older than the products, and may be read before the wait.
     const int m = slice / VECTORS, v = slice % VECTORS, tile = cuts[cut].x;
     const auto is_in_tile = [&](int other) { return cuts[other].x == tile && cuts[other].y > 0; };
-    int parts = 0;  // that follow a cut
+    int parts = 0;  // that follow this cut, if it is the first in its tile
     if (is_in_tile(cut) && !is_in_tile(cut - 1))
-        while (is_in_tile(cut + parts)) ++parts;  // the last cut is behind all tiles
+        while (is_in_tile(cut + parts)) ++parts;  // ends: cuts[shares] is in no tile
     overlap_launches(partials, packed, order, valid, residual);
     if (!parts) return;
     float sums[GROUPS][4];

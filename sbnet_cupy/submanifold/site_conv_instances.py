@@ -106,7 +106,7 @@ class PipelinedPlan(NamedTuple):
     stages: int
     by_taps: bool = True
     engine: str = "TileWgmma"
-    shared: bool = False  # whether thread blocks share tiles of sorted rows: each has as many taps
+    shared: bool = False  # whether thread blocks share tiles of sorted rows, by numbers of taps
 
     cycles = (24, 4.3, 2, 320)
     narrowest = 64

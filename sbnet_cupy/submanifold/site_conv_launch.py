@@ -137,8 +137,8 @@ def swap_channels(w, groups, reverse):
 class OrderedPlan(PackedPlan):
     """The plan of a call that may be given the SiteOrder or SiteTiles of its map; else it sorts.
 
-    Among the ``operands`` of the launch their arrays follow the packed weights, and after them
-    comes the memory of the parts of tiles, where thread blocks share tiles.
+    Among the ``operands`` of the launch their arrays follow the packed weights. Where thread blocks
+    share tiles, the last operand is the memory of the parts of tiles.
 
     Parameters
     ----------
@@ -271,7 +271,6 @@ def _by_tensor_cores(conv, plan):
             dependent=dependent,
         )  # fmt: skip
         return _with_sum(conv, plan, shares, launch, pointers) if shared else launch
-
 
     # On an H200 launches that overlap took 0.3 to 0.5 us less, but up to 8% more where there are
     # more thread blocks than the GPU holds at once: those of the next one take places of these.

@@ -45,8 +45,8 @@ class Sorted(NamedTuple):
 class Shared(NamedTuple):
     """Where tiles that thread blocks share took less time on an H200 than all other plans.
 
-    Rows have ``row_bytes`` or more. ``tiles`` for each multiprocessor are between two numbers, of
-    one pair or another; ``of_nine`` up to nine taps.
+    For rows of ``row_bytes`` or more; of several the last that fits is taken. ``tiles`` are ranges
+    of the number of tiles for each multiprocessor, ``of_nine`` those for up to nine taps.
     """
 
     row_bytes: int
@@ -54,7 +54,7 @@ class Shared(NamedTuple):
     of_nine: tuple[tuple[float, float], ...] = ()
 
 
-# By output channels of a thread block; 512: of several side by side.
+# By output channels, up to so many; 512: any number above 256, by thread blocks side by side.
 _SHARED_TILES = {
     64: PipelinedPlan((128, 64), (2, 1), 8, shared=True),
     128: PipelinedPlan((128, 128), (2, 1), 6, shared=True),
@@ -62,7 +62,7 @@ _SHARED_TILES = {
     512: PipelinedPlan((128, 256), (1, 2), 4, shared=True),
 }
 # By bytes of a number, of which four are rounded to TF32. Up to nine taps other plans are faster,
-# but for floats: each tap there has more rows, so that fewer are left out.
+# except for some floats: more rows have each tap, so that fewer are left out.
 _SHARED = {
     2: {
         64: (Shared(256, ((0.06, 0.5),)), Shared(512, ((0, 1.3),))),
