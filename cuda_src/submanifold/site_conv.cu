@@ -9,10 +9,11 @@
 //                     grid of 256 threads, each with V channels of ROWS rows.
 // pack_site_weights lets the next launch begin once all before have ended; those that multiply wait before they read what it
 // has packed.
-// site_conv_pipelined.cuh has the same for wide sums, where some warps copy and others multiply, or thread blocks share tiles; site_conv_tiles.cuh by tiles
-// that read each row once; site_conv_once.cuh for few sites, where a tile copies all that it reads at once.
+// site_conv_pipelined.cuh has the same for wide sums, where some warps copy and others multiply, site_conv_shared.cuh where thread
+// blocks share tiles; site_conv_tiles.cuh by tiles that read each row once; site_conv_once.cuh for few sites, where a tile copies
+// all that it reads at once.
 #include "submanifold/site_conv_once.cuh"
-#include "submanifold/site_conv_pipelined.cuh"
+#include "submanifold/site_conv_shared.cuh"
 #include "submanifold/site_conv_tiles.cuh"
 
 // V: the type of scale and bias. The steps of a tap are a multiple of `whole`. Weight [tap, c, k] is number `start` + tap *
@@ -72,7 +73,7 @@ __global__ void __launch_bounds__(WM * WN * 32, RESIDENT<T, BM, BN, WM * WN * 32
               const int* __restrict__ rows,    // [taps, M]: in order
               const int* __restrict__ order,   // [M] or null
               const u32* __restrict__ masks,   // [ceil(M / 32)][ceil(taps / 32)]
-              const u16*, const int2*,         // turns and cuts, of site_conv_pipelined.cuh
+              const u16*, const int2*,         // turns and cuts, of site_turns.cuh
               const u8* __restrict__ valid,    // [M] or null: all rows
               const T* __restrict__ residual,  // [M, K] or null
               T* __restrict__ y,               // [M, K]

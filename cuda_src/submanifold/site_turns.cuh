@@ -1,4 +1,5 @@
-// site_turns.cuh: how tiles are dealt out to thread blocks: deal_tiles writes it, site_conv_pipelined.cuh reads it.
+// site_turns.cuh: how tiles are dealt out to thread blocks: deal_tiles writes it, site_conv_pipelined.cuh and site_conv_shared.cuh
+// read it.
 //   turns[round, block], for tiles of 128 rows and then for tiles of 256: a tile, HALF_TILE + the number of half a tile, or NO_TILE
 //   cuts[share], for tiles of SHARED_ROWS: the tile in which the work of thread block `share` begins, and how many taps of
 //     this tile come before it; cuts[shares] is the number of tiles, and 0

@@ -78,7 +78,7 @@ class _Launches:
         several = shares < tiles[0] <= _MOST_TILES and shares <= _MOST_SHARES
         self._turns = sum(-(-n // shares) for n in tiles) * shares if several else 0
         self._deal = None
-        if device.hopper:  # only site_conv_pipelined.cuh takes turns and shares
+        if device.hopper:  # only site_conv_pipelined takes turns, and site_conv_shared cuts
             size = (m, taps, self._masks[1], shares)
             self._deal = _prepare("deal_tiles", 3 if several else 1, 3, size, 1024)
 
