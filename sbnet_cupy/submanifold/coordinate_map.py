@@ -28,7 +28,7 @@ from .keys import (
     raster_packing,
     sort_keys,
 )
-from .row_lists import MOST_SITES, rows_of_sites
+from .row_lists import UnsortedRows
 from .site_arguments import (
     MODES,
     check_capacity,
@@ -354,7 +354,10 @@ def coordinate_map(
 
 
 def reduce_rows(indices, spatial_shape, batch_size, mode, order, capacity):
-    """Do what coordinate_map does; return the Reduction or the ChosenRows, too."""
+    """Do what coordinate_map does; return what features are reduced by, too.
+
+    That is a Reduction, UnsortedRows or, for the modes that choose a row, maybe ChosenRows.
+    """
     check_indices(indices)
     check_choice("mode", mode, MODES)
     check_choice("order", order, ("leaf", "raster"))
@@ -424,13 +427,9 @@ def _reduce_by_kernels(
         found = found.cut(found.count.item())
     made = CoordinateMap(found.indices, found.count, spatial_shape, batch_size, found.status)
     made._kept.update(tree=found.tree, valid=found.valid)
-    if mode in ("sum", "mean") and made.capacity < MOST_SITES:
-        reduction = rows_of_sites(found.inverse, found.count, made.capacity)
-    elif mode in ("sum", "mean"):
-        reduction = distinct(found.inverse.astype(np.int64), mode, made.capacity)[3]
-    else:
-        reduction = ChosenRows(found.winners)
-    return made, found.inverse, reduction
+    if mode in ("sum", "mean"):
+        return made, found.inverse, UnsortedRows(found.inverse, found.count, made.capacity)
+    return made, found.inverse, ChosenRows(found.winners)
 
 
 def reduce_keys(keys, packing, spatial_shape, batch_size, mode, capacity):

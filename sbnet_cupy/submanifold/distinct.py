@@ -24,6 +24,10 @@ class Reduction(NamedTuple):
     last: Any  # bool [n]
     starts: Any  # int64 [capacity + 1]: where each site's rows begin, and where the last ones end
 
+    def sorted(self):
+        """Return itself, as UnsortedRows do what they become."""
+        return self
+
 
 class ChosenRows(NamedTuple):
     """Which row of a list each site has its features of."""

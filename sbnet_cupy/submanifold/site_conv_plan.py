@@ -131,6 +131,9 @@ _TILINGS = [
     (TilesPlan(TileShape(64, 192), 64, (3, 1), 9, 2, 1, "SplitWgmma"), ROW, (460,)),
     (TilesPlan(TileShape(64, 192), 32, (3, 1), 15, 2, 1, "SplitWgmma"), ROW, (400,)),
 ]  # fmt: skip
+# Columns of the widest tiles whose weights stay in shared memory, by the bytes of a part: those of
+# other channels read the same rows.
+_WIDEST_STAYING = {32: 32, 64: 64}
 # With more parts sums over all rows sorted leave out more.
 _MOST_PARTS = {2: 4, 4: 2}  # by bytes of a number
 _FEWEST_TILED, _FEWEST_TILED_TAPS = 64, 8  # rows, taps
@@ -291,10 +294,11 @@ def _fitting_tilings(conv, device):
         return fewest < conv.channels_out and (several or conv.channels_out <= columns)
 
     def fits(plan, size):
+        several = plan.side_by_side or plan.columns == _WIDEST_STAYING.get(size)
         return (
             plan.row_bytes(conv) == size
             and plan not in left_out
-            and takes(plan.columns, plan.side_by_side)
+            and takes(plan.columns, several)
             and device.resident(plan.shared_bytes(conv)) >= plan.blocks
         )
 

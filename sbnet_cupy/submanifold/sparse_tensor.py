@@ -236,7 +236,7 @@ def check_grad(grad_y, x, shape):
 def features_of_sites(features, reduction, rows, mode):
     """Return the features of the sites that rows of features are reduced to."""
     if mode in ("sum", "mean"):
-        order, site, starts = reduction.order, reduction.site, reduction.starts
+        order, site, _, _, starts = reduction.sorted()
         return REDUCE_FEATURES((features, order, site, starts[None], None), (mode,))
     with memory_of_graphs(features):
         return _chosen_features(features, reduction, rows, mode)

@@ -60,7 +60,7 @@ def sparse_tensor_grad(
     check_dtype("grad_y", grad_y, features)
     with memory_of_graphs(grad_y), np.errstate(all="ignore"):
         if mode in ("sum", "mean"):
-            return _shared(grad_y, inverse, reduction.starts, mode)
+            return _shared(grad_y, inverse, reduction.sorted().starts, mode)
         return _of_rows(grad_y, row_of_site(reduction, rows, mode), len(features))
 
 

@@ -27,7 +27,7 @@ from .maps import (
 )
 from .operations import filled, reduce_features, rows_of
 from .rooms import note, room
-from .site_branch import find_beside
+from .site_branch import find_beside, natively
 
 
 def coordinate_map(
@@ -63,7 +63,8 @@ def coordinate_map(
             [0, 5, 5]], dtype=torch.int32)
     """
     check_tensors(indices=indices)
-    return _listed(_in_grid(spatial_shape), (batch_size, mode, order, capacity), indices)[:2]
+    options = batch_size, mode, order, capacity
+    return _listed(_in_grid(spatial_shape), options, indices, reduces=False)[:2]
 
 
 def _sizes(shape):
@@ -78,35 +79,38 @@ def _in_grid(spatial_shape):
     return lambda rows, *options: core.reduce_rows(rows, shape, *options)
 
 
-def _listed(reduce, options, *tensors, drops=False):
+def _listed(reduce, options, *tensors, drops=False, reduces=True):
     """Return the sites, the site of each row, and the tensors that reduce features.
 
-    These are the row of each site, or the arrays of a Reduction. ``reduce`` is a function of native
-    arrays and the options, as ``reduce_rows``, or one that ``drops`` what is outside on purpose.
+    These are the row of each site, or the arrays of a Reduction; None unless it ``reduces`` some.
+    ``reduce`` is a function of native arrays and the options, as ``reduce_rows``, or one that
+    ``drops`` what is outside on purpose.
     """
     check_not_recorded(*tensors)
-    return _found(reduce, options, drops, *tensors)
+    return _found(reduce, options, drops, reduces, *tensors)
 
 
 @untraced
-def _found(reduce, options, drops, *tensors):
+def _found(reduce, options, drops, reduces, *tensors):
     given, mode, order, capacity = options
     capacity, batch_size = room(capacity, given)
 
     def find():
         made, inverse, reduction = reduce(*views(*tensors), batch_size, mode, order, capacity)
-        if mode in ("sum", "mean"):
-            return made, inverse, reduction
-        return made, inverse, row_of_site(reduction, made.capacity, mode)
+        if reduces and mode not in ("sum", "mean"):
+            reduction = row_of_site(reduction, made.capacity, mode)
+        return made, inverse, reduction
 
     made, inverse, reduction = find_beside(find, *tensors)
     sites, inverse = of_native(made), to_tensor(inverse)
     rows = None if drops else tensors[0]
     sample = tensors[1] if drops and given is None and len(tensors) > 1 else None
     note(sites, inverse, rows, sample)
-    if mode in ("sum", "mean"):
-        listed = (reduction.order, reduction.site, reduction.starts[None])
-        return sites, inverse, tuple(map(to_tensor, listed))
+    if not reduces:
+        return sites, inverse, None
+    if mode in ("sum", "mean"):  # in a capture beside what finds the first maps
+        order, site, _, _, starts = natively(reduction.sorted, tensors[0])
+        return sites, inverse, tuple(map(to_tensor, (order, site, starts[None])))
     return sites, inverse, to_tensor(reduction)
 
 
