@@ -3,11 +3,12 @@
 // Rows may also be candidates: every place that the window of a convolution relates to a site (KIND).
 // Source: see site_tree.cuh.  Python: sbnet_cupy/submanifold/coordinate_map.py; launched by map_kernels.py
 // Launches of 256 threads; each a persistent grid, but for rank_words, which takes WORDS words a thread block:
-//   clear_sites                                 zeros, and -1 for rows that no one has listed yet
+//   clear_sites                               zeros, and -1 for sites of which no row was seen yet
 //   for each level: mark_sites, rank_words    bits of its words; how many there are before each
 //   place_sites                                 which rows belong to a site; the sites
 // Why: a rank in the sorted list needs no sort, only bits and popcounts. All atomics are on integers and commute, so that the
 // results depend on the rows alone.
+#include "submanifold/running_sum.cuh"
 #include "submanifold/site_tree.cuh"
 
 constexpr int THREADS = 256;  // of a thread block
@@ -91,27 +92,7 @@ DEVICE i64 words_of(const int* totals, i64 level, i64 most) {
     return level == 0 || most <= FEW_WORDS ? most : clamp(totals[level - 1], 0, most);
 }
 
-DEVICE int sum_of_warp(int value) {
-#pragma unroll
-    for (int d = 16; d > 0; d /= 2) value += __shfl_xor_sync(0xffffffffu, value, d);
-    return value;
-}
-
-// The sum over a thread block, the same in all threads. `parts` is shared memory for a number of each warp.
-DEVICE int sum_of_block(int value, int* parts) {
-    const int warp = threadIdx.x / 32, sum = sum_of_warp(value);
-    __syncthreads();  // others may still read what was there
-    if (threadIdx.x % 32 == 0) parts[warp] = sum;
-    __syncthreads();
-    int total = 0;
-#pragma unroll
-    for (int w = 0; w < THREADS / 32; ++w) total += parts[w];
-    return total;
-}
-
-// words[i].before = bits that are set in the words before, where any is set in this one; totals[level] = bits in all. A thread
-// block publishes how many bits its words have, with a one above the count, and waits for those before it, which were begun
-// before it.
+// words[i].before = bits that are set in the words before, where any is set in this one; totals[level] = bits in all.
 template <int WORDS>
 __global__ void __launch_bounds__(THREADS)
     rank_words(uint4* __restrict__ words,  // of the level
@@ -131,16 +112,7 @@ __global__ void __launch_bounds__(THREADS)
         const i64 i = first + pass * 32;
         own += set[pass] = i < words_there ? __popcll(SiteTree::bits(words[i])) : 0;
     }
-    const int of_block = sum_of_block(own, parts);
-    if (threadIdx.x == 0) *const_cast<volatile u64*>(sums + blockIdx.x) = 1ull << 32 | static_cast<u32>(of_block);
-    int before = 0;  // this thread block
-    for (u32 other = threadIdx.x; other < blockIdx.x; other += THREADS) {
-        u64 published;
-        do published = *const_cast<volatile u64*>(sums + other);
-        while (!(published >> 32));
-        before += static_cast<int>(static_cast<u32>(published));
-    }
-    before = sum_of_block(before, parts);
+    int before = sum_before_block<THREADS>(sums, sum_of_block<THREADS>(own, parts), parts);
     own = sum_of_warp(own);
     __syncthreads();
     if (lane == 0) parts[warp] = own;
@@ -153,12 +125,7 @@ __global__ void __launch_bounds__(THREADS)
     }
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) {
-        int up_to = set[pass];  // this lane, itself included
-#pragma unroll
-        for (int d = 1; d < 32; d *= 2) {
-            const int other = __shfl_up_sync(0xffffffffu, up_to, d);
-            if (lane >= d) up_to += other;
-        }
+        const int up_to = sum_up_to_lane(set[pass]);
         const i64 i = first + pass * 32;
         if (set[pass]) reinterpret_cast<u32*>(words + i)[2] = static_cast<u32>(before + up_to - set[pass]);
         before += __shfl_sync(0xffffffffu, up_to, 31);
@@ -174,7 +141,9 @@ DEVICE bool none_negative(const i64 (&site)[D + 1]) {
     return result;
 }
 
-// Give each site its coordinates, and its first or last row of those listed; give each row its site. Rows of the list past
+enum Chosen { FIRST, LAST, NUMBER };  // of the rows of a site: which one, or how many there are, less one
+
+// Give each site its coordinates, and what is chosen of the rows listed for it; give each row its site. Rows of the list past
 // the last site have coordinates of -1.
 template <typename I, int D, int KIND>
 __global__ void __launch_bounds__(THREADS)
@@ -184,10 +153,10 @@ __global__ void __launch_bounds__(THREADS)
                 const int* __restrict__ total,     // [1]: sites, also those that the list has no room for
                 int* __restrict__ status,          // [1]: 1 is added for rows, and places, past the end of the grid
                 int* __restrict__ indices,         // [capacity, 1 + D], or null with `valid`
-                int* __restrict__ winners,         // [capacity]: the first or last row of each site; or null
+                int* __restrict__ winners,         // [capacity]: what is chosen of the rows of each site; or null
                 u8* __restrict__ valid,            // [capacity]: 1 where there is a site; or null
                 int* __restrict__ inverse,         // [n] or null
-                i64 n, i64 each, i64 top, i64 level_words, i64 levels, i64 capacity, i64 last, GRID_PARAMETERS,
+                i64 n, i64 each, i64 top, i64 level_words, i64 levels, i64 capacity, i64 chosen, GRID_PARAMETERS,
                 WINDOW_PARAMETERS, CANDIDATES_PARAMETERS) {
     overlap_launches(given, count, words, total);
     const Grid<D> grid{GRID};
@@ -218,7 +187,9 @@ __global__ void __launch_bounds__(THREADS)
         if (indices)  // rows of one site all write the same
 #pragma unroll
             for (int axis = 0; axis <= D; ++axis) indices[rank * (D + 1) + axis] = static_cast<int>(site[axis]);
-        if (winners && last)
+        if (winners && chosen == NUMBER)
+            atomicAdd(winners + rank, 1);  // from -1 on
+        else if (winners && chosen == LAST)
             atomicMax(winners + rank, static_cast<int>(i));
         else if (winners)
             atomicMin(reinterpret_cast<u32*>(winners) + rank, static_cast<u32>(i));  // -1 is the largest

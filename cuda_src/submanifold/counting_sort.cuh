@@ -1,17 +1,10 @@
 // counting_sort.cuh: a stable counting sort of rows by a number of BITS bits; its first step, the rows of a thread block.
-//   number_of    the number of a row
 //   DigitRanks   in shared memory: each row's place among the rows of the block with the same digit
 #pragma once
 
 #include "core/async_copy.cuh"
 
 constexpr int BITS = 11, BINS = 1 << BITS, PART = 1024, THREADS = 256, WARPS = THREADS / 32, ROUNDS = PART / THREADS;
-
-// The number of a row, or the largest if it has none.
-DEVICE i64 number_of(const int* __restrict__ numbers, i64 row, i64 largest) {
-    const i64 number = numbers[row];
-    return number < 0 || number > largest ? largest : number;
-}
 
 struct DigitRanks {
     u16 own[WARPS][BINS];  // rows of each digit, of each warp

@@ -1,34 +1,94 @@
 // reduce_features.cu: the rows of a list that belong to each site, in their order, and sums of their features.
-//   order[j], site[j]    the rows of the list and their sites, sorted by site; rows with no site come last, with the number `sites`
+//   order[j], site[j]    the rows of the list and their sites, sorted by site; rows with no site come last, in any order, with the
+//                        number `sites`
 //   starts[s]            where the rows of site s begin; those of the last one end where the next would begin
 //   out[s, c] = sum or mean of features[order[j], c] over the rows j of site s
-// Source: counting_sort.cuh, by 11 bits of the site at a time.  Python: sbnet_cupy/submanifold/reduce_features.py and
-// row_lists.py
-// Launches: for each digit bin_digits, scan_bins and order_rows of site_order.cu; then
-//   list_rows    a thread for each row and site; sum_rows: a warp for each site, with LANES channels side by side
-// Why: no sum depends on the order in which threads run, and no site is slow because it has many rows.
-#include "submanifold/counting_sort.cuh"
+// Python: sbnet_cupy/submanifold/reduce_features.py and row_lists.py
+// Launches: start_lists of SITES sites for each thread block; list_rows and order_lists, a thread for each row;
+//   sum_rows, a warp for each site, with LANES channels side by side
+// Why: rows come into the list of their site in any order, by atomics, and are put in order there: most sites have few rows. So no
+// sum depends on the order in which threads run. A site with r rows takes the time of r * r / 32 loads, spread over the GPU, to
+// put in order, and of r additions one after the other.
+#include "core/async_copy.cuh"
+#include "submanifold/running_sum.cuh"
 
+constexpr int THREADS = 256, WARPS = THREADS / 32, PASSES = 8, SITES = THREADS * PASSES;
 constexpr u32 EVERY = 0xffffffffu;
+
+// Where the rows of each site begin, and those with no site.
+template <typename I>
+__global__ void __launch_bounds__(THREADS)
+    start_lists(const I* __restrict__ numbers,  // [sites]: how many rows each has, less one
+                u64* __restrict__ sums,         // [gridDim.x], 0 before
+                I* __restrict__ starts,         // [sites + 1]
+                I* __restrict__ cursors,        // [sites + 1]: the same
+                i64 sites) {
+    __shared__ int parts[WARPS];
+    overlap_launches(numbers);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const i64 first = static_cast<i64>(blockIdx.x) * SITES + warp * (32 * PASSES) + lane;
+    int rows[PASSES], own = 0;
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass) {
+        const i64 s = first + pass * 32;
+        own += rows[pass] = s < sites ? numbers[s] + 1 : 0;
+    }
+    int before = sum_before_block<THREADS>(sums, sum_of_block<THREADS>(own, parts), parts);
+    own = sum_of_warp(own);
+    __syncthreads();
+    if (lane == 0) parts[warp] = own;
+    __syncthreads();
+    for (int w = 0; w < warp; ++w) before += parts[w];
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass) {
+        const i64 s = first + pass * 32;
+        const int up_to = before + sum_up_to_lane(rows[pass]);
+        if (s < sites) starts[s] = cursors[s] = up_to - rows[pass];
+        if (s == sites - 1) starts[sites] = cursors[sites] = up_to;
+        before = __shfl_sync(EVERY, up_to, 31);
+    }
+}
 
 template <typename I>
 __global__ void __launch_bounds__(THREADS)
     list_rows(const I* __restrict__ inverse,  // [n]
-              const I* __restrict__ order,    // [n]: the rows as sorted by their sites
-              const I* __restrict__ count,    // [1]: how many sites there are, of which `sites` are kept
+              I* cursors,                     // [sites + 1]: where the next row of each site goes
+              I* __restrict__ listed,         // [n]: rows by site, in any order
               I* __restrict__ site,           // [n]
-              I* __restrict__ starts,         // [sites + 1]
               i64 n, i64 sites) {
-    overlap_launches(inverse, order, count);
-    const i64 t = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x;
-    const i64 there = *count < sites ? *count : sites;
-    if (t > there && t <= sites) starts[t] = static_cast<I>(n);
-    if (t >= n) return;
-    const i64 own = number_of(inverse, order[t], sites), before = t > 0 ? number_of(inverse, order[t - 1], sites) : -1;
-    site[t] = static_cast<I>(own);
-    if (own < there && own != before) starts[own] = static_cast<I>(t);
-    if (own >= there && before < there) starts[there] = static_cast<I>(t);  // the first row that has no site
-    if (own < there && t == n - 1) starts[there] = static_cast<I>(n);
+    overlap_launches(inverse);
+    const i64 row = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x;
+    const i64 its = row < n ? inverse[row] : -1;
+    const bool has_site = static_cast<u64>(its) < static_cast<u64>(sites);
+    const u32 others = __ballot_sync(EVERY, row < n && !has_site), lane = threadIdx.x % 32;
+    int place = 0;
+    if (has_site) place = atomicAdd(cursors + its, 1);
+    if (others) {  // once for a warp: there may be many
+        const int leader = __ffs(others) - 1;
+        int begin = 0;
+        if (lane == static_cast<u32>(leader)) begin = atomicAdd(cursors + sites, __popc(others));
+        begin = __shfl_sync(EVERY, begin, leader);
+        if (!has_site) place = begin + __popc(others & ((1u << lane) - 1));
+    }
+    if (row >= n) return;
+    listed[place] = static_cast<I>(row);
+    site[place] = static_cast<I>(has_site ? its : sites);
+}
+
+template <typename I>
+__global__ void __launch_bounds__(THREADS)
+    order_lists(const I* __restrict__ listed, const I* __restrict__ site, const I* __restrict__ starts, I* __restrict__ order,
+                i64 n, i64 sites) {
+    overlap_launches(listed, site, starts);
+    const i64 place = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x;
+    if (place >= n) return;
+    const int row = listed[place], its = site[place];
+    const bool has_site = its < sites;
+    const int begin = has_site ? starts[its] : static_cast<int>(place), end = has_site ? starts[its + 1] : begin;
+    int before = 0;
+#pragma unroll 8
+    for (int other = begin; other < end; ++other) before += listed[other] < row;
+    order[begin + before] = row;
 }
 
 template <typename T, int LANES>

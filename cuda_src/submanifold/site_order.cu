@@ -68,22 +68,21 @@ __global__ void __launch_bounds__(THREADS)
     ranks.write(code, places, counts, M);
 }
 
-// By a digit, from bit `shift` on, of the number of each row (number_of).
+// By another digit: the bin of each row.
 template <typename I>
 __global__ void __launch_bounds__(THREADS)
-    bin_digits(const I* __restrict__ numbers,  // [M], -1 for none
-               const I* __restrict__ order,    // [M]: the rows as sorted by lower digits, or null
-               u32* __restrict__ places, u16* __restrict__ counts, i64 M, i64 largest, i64 shift) {
+    bin_digits(const I* __restrict__ bins,   // [M]: of each row
+               const I* __restrict__ order,  // [M]: the rows as sorted by the lower digit
+               u32* __restrict__ places, u16* __restrict__ counts, i64 M) {
     __shared__ DigitRanks ranks;
-    overlap_launches(numbers, order);
+    overlap_launches(bins, order);
     ranks.clear();
     const i64 first = DigitRanks::first_row();
     u32 digit[ROUNDS];
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r) {
         const i64 m = first + r * 32;
-        digit[r] = 0;
-        if (m < M) digit[r] = static_cast<u32>(number_of(numbers, order ? order[m] : m, largest) >> shift) & (BINS - 1);
+        digit[r] = m < M ? static_cast<u32>(bins[order[m]]) : 0;
     }
     ranks.write(digit, places, counts, M);
 }

@@ -428,7 +428,7 @@ def _reduce_by_kernels(
     made = CoordinateMap(found.indices, found.count, spatial_shape, batch_size, found.status)
     made._kept.update(tree=found.tree, valid=found.valid)
     if mode in ("sum", "mean"):
-        return made, found.inverse, UnsortedRows(found.inverse, found.count, made.capacity)
+        return made, found.inverse, UnsortedRows(found.inverse, found.winners, found.sums)
     return made, found.inverse, ChosenRows(found.winners)
 
 

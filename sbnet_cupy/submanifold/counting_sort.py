@@ -8,8 +8,7 @@ import numpy as np
 from ..core import launch as kernels
 from ..core.arrays import empties, empty
 
-BITS, PART = 11, 1024  # of a number; rows of a thread block: those of counting_sort.cuh
-_BINS = 1 << BITS
+PART, _BINS = 1024, 1 << 11  # rows of a thread block, and numbers: those of counting_sort.cuh
 
 
 class CountingSort:
@@ -21,13 +20,12 @@ class CountingSort:
         self._scan = _prepare("scan_bins", _BINS // 32, 1024, 3, (self.parts,))
         self._order = _prepare("order_rows", self.parts, 256, 5, (n,))
 
-    def by_digit(self, largest=_BINS - 1, shift=0):
-        """Return what counts rows by BITS bits of their numbers, from bit ``shift`` on.
+    def by_bin(self):
+        """Return what counts rows by another digit, int32 ``[n]``: a ``count`` of :meth:`order`.
 
-        It is a ``count`` for :meth:`order`, but for the numbers, int32 ``[n]``, and the order of
-        the rows so far. A row with no number, -1, has the ``largest``.
+        But for the digit of each row, and the order of the rows so far.
         """
-        return _prepare("bin_digits", self.parts, 256, 4, (self._n, largest, shift))
+        return _prepare("bin_digits", self.parts, 256, 4, (self._n,))
 
     def order(self, count, like, before=None):
         """Return the rows in order, int32 ``[n]``; rows of the same number stay in theirs.

@@ -16,6 +16,7 @@ from ..core.arrays import empties, empty, is_cupy, namespace, place_name
 from ..core.compile import cpp_name
 from ..core.graph_memory import memory_of_graphs
 from .keys import Packing
+from .row_lists import thread_blocks
 
 LISTS, _MAPS = "submanifold/coordinate_map", "submanifold/kernel_map"
 _MOST_AXES = 4
@@ -26,6 +27,7 @@ _WORDS = 2048  # of a thread block of rank_words
 _MOST_ROWS = 2**31 - 2**16
 _MANY_ROWS = 2**16  # of which a thread each keeps a GPU busy
 MOST_LINES = 2**16 - 1  # of a window: thread blocks side by side
+_COUNTED = ("sum", "mean")  # modes of which the rows of a site are counted
 _NO_WINDOW = ((1,) * _MOST_AXES, (1,) * _MOST_AXES, (1,) * _MOST_AXES, (0,) * _MOST_AXES)
 
 
@@ -67,7 +69,8 @@ class Sites(NamedTuple):
     indices: Any  # int32 [capacity, 1 + d] or None
     count: Any  # int32 [1]
     valid: Any  # bool [capacity]: which rows hold a site; or None
-    winners: Any  # int32 [capacity]: the first or last row of each site; None if not asked for
+    winners: Any  # int32 [capacity]: what is chosen of the rows of each site; None if not asked for
+    sums: Any  # uint64: zeros for row_lists.py; None unless rows are counted
     inverse: Any  # int32 [n] or None
     status: Any  # int32 [1]
 
@@ -120,8 +123,9 @@ def distinct_sites(rows, packing, capacity, mode="first", *, count=None, window=
     capacity : int
         Rows of the result.
     mode : str
-        Whether ``winners`` are the "last" rows of the sites, or the first ones. Only with "unique"
-        do rows that are listed twice set a bit of the status.
+        Whether ``winners`` are the "last" rows of the sites, for "sum" and "mean" how many rows
+        each has, less one, or else the first ones. Only with "unique" do rows that are listed twice
+        set a bit of the status.
     count : int32 array, shape (1,), optional
         How many of the rows hold a site.
     window : (kernel, stride, dilation, padding), optional
@@ -138,10 +142,11 @@ def distinct_sites(rows, packing, capacity, mode="first", *, count=None, window=
     build = _Build(cpp_name(rows.dtype, "indices"), n, d, packing, shape, capacity, mode, window,
                    readers, listed)  # fmt: skip
     launches = _launches(build, place_name(rows))
+    listing = _listing(build)
     with memory_of_graphs(rows):
         words, winners = empties(  # kept with the sites
             rows,
-            ((2 * _cleared(shape),), np.uint64),
+            ((2 * _cleared(shape, listing),), np.uint64),
             ((capacity,), np.int32) if given else None,
         )
         totals, status, indices, valid, inverse = empties(  # what they consist of
@@ -160,7 +165,8 @@ def distinct_sites(rows, packing, capacity, mode="first", *, count=None, window=
         rank_words(words[2 * start :], sums, totals)
     launches.place(rows, count, words, totals[-1:], status, indices, winners, valid, inverse)
     tree = Tree(words, shape, packing, None, capacity)
-    return Sites(tree, indices, totals[-1:], valid, winners, inverse, status)
+    sums = words[len(words) - listing :] if listing else None
+    return Sites(tree, indices, totals[-1:], valid, winners, sums, inverse, status)
 
 
 def tree_of(indices, count, packing):
@@ -208,9 +214,17 @@ def _blocks(shape):
     return -(-max(shape.top, shape.level_words) // _WORDS)
 
 
-def _cleared(shape):
-    """Return how many words are cleared: those of a tree, and of each level the blocks' sums."""
-    return shape.words + -(-shape.levels * _blocks(shape) // 2)
+def _listing(build):
+    """Return how many sums are needed to list the rows of each site, if they are counted."""
+    return thread_blocks(build.capacity) if build.mode in _COUNTED else 0
+
+
+def _cleared(shape, listing):
+    """Return how many words are cleared: those of a tree, and blocks' sums.
+
+    These are of each level, and the last ones for ``listing``.
+    """
+    return shape.words + -(-(shape.levels * _blocks(shape) + listing) // 2)
 
 
 class _Build(NamedTuple):
@@ -252,7 +266,7 @@ def _launches(build, place):
             dependent=True,
         )  # fmt: skip
 
-    cleared, winners = _cleared(shape), build.capacity if given else 0
+    cleared, winners = _cleared(shape, _listing(build)), build.capacity if given else 0
     blocks = -(-max(cleared, winners) // 256)
     clear = prepare("clear_sites", ("uint4",), blocks, 3, (cleared, winners))
     levels = []
@@ -264,7 +278,8 @@ def _launches(build, place):
             prepare("mark_sites", template, grid, 4, (*sizes, level, twice, *geometry)),
             prepare("rank_words", (_WORDS,), blocks, 3, (level, most), persistent=False),
         ))  # fmt: skip
-    scalars = (*sizes, build.capacity, int(build.mode == "last"), *geometry)
+    chosen = 1 if build.mode == "last" else 2 if build.mode in _COUNTED else 0
+    scalars = (*sizes, build.capacity, chosen, *geometry)
     placed = max(grid, -(-build.capacity // 256)) if build.listed else grid
     return _Launches(clear, tuple(levels), prepare("place_sites", template, placed, 9, scalars))
 

@@ -1,6 +1,6 @@
-"""The rows of a list that belong to each site, sorted by kernels.
+"""The rows of a list that belong to each site, listed by kernels.
 
-Kernels: cuda_src/submanifold/reduce_features.cu, and those of site_order.cu that sort.
+Kernels: cuda_src/submanifold/reduce_features.cu.
 """
 
 import functools
@@ -9,63 +9,65 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core import launch as kernels
-from ..core.arrays import empty, place_name
+from ..core.arrays import empties, empty, namespace, place_name
 from ..core.graph_memory import memory_of_graphs
-from .counting_sort import BITS, CountingSort
-from .distinct import Reduction, distinct
+from .distinct import Reduction
 
 _FILE = "submanifold/reduce_features"
-_MOST_SITES = 1 << 2 * BITS
+_SITES = 2048  # of a thread block of start_lists
 
 
 class UnsortedRows(NamedTuple):
     """Rows of a list whose sites are known, before they are sorted by site.
 
-    That takes as long as to find the sites, of which maps are made meanwhile.
+    That takes about as long as to find the sites, of which maps are made meanwhile.
     """
 
-    inverse: Any  # int32 [n]: the site of each
-    count: Any  # int32 [1]: how many sites there are
-    sites: int  # that are kept
+    inverse: Any  # int32 [n]: the site of each, or -1
+    numbers: Any  # int32 [sites]: how many rows each has, less one
+    sums: Any  # uint64 [thread_blocks(sites)]: 0 before the first call
 
     def sorted(self):
         """Return the Reduction."""
         with memory_of_graphs(self.inverse):
-            if self.sites < _MOST_SITES:
-                return _sort(*self)
-            return distinct(self.inverse.astype(np.int64), "sum", self.sites)[3]
+            return _sort(*self)
 
 
-def _sort(inverse, count, sites):
-    """Return the Reduction of rows by the site of each, by kernels."""
-    n = len(inverse)
-    site, starts = empty((n,), np.int32, inverse), empty((sites + 1,), np.int32, inverse)
-    if not n:
+def thread_blocks(sites):
+    """Return how many thread blocks list the rows of so many sites."""
+    return -(-sites // _SITES)
+
+
+def _sort(inverse, numbers, sums):
+    """Return the Reduction of rows by the site of each."""
+    n, sites = len(inverse), len(numbers)
+    order, site, starts = (
+        empty((length,), np.int32, inverse) for length in (n, n, sites + 1)
+    )
+    if not (n and sites):
         starts.fill(0)
-        return Reduction(site, site, None, None, starts)
-    launches, order = _launches(n, sites, place_name(inverse)), None
-    for by_digit in launches.digits:
-        count_digits = functools.partial(by_digit, inverse, order)
-        order = launches.counting.order(count_digits, inverse, order)
-    launches.rows(inverse, order, count, site, starts)
+        order[...], site[...] = namespace(order).arange(n, dtype=np.int32), 0
+        return Reduction(order, site, None, None, starts)
+    cursors, listed = empties(inverse, ((sites + 1,), np.int32), ((n,), np.int32))
+    start, list_rows, order_lists = _launches(n, sites, place_name(inverse))
+    start(numbers, sums, starts, cursors)
+    list_rows(inverse, cursors, listed, site)
+    order_lists(listed, site, starts, order)
     return Reduction(order, site, None, None, starts)
-
-
-class _Launches:
-    """The launches for lists of one length and one number of sites."""
-
-    def __init__(self, n, sites):
-        self.counting = CountingSort(n)
-        digits = range(0, max(sites.bit_length(), 1), BITS)
-        self.digits = [self.counting.by_digit(sites, shift) for shift in digits]
-        self.rows = _prepare("list_rows", -(-max(n, sites + 1) // 256), 5, (n, sites))
-
-
-def _prepare(kernel, grid, pointers, scalars):
-    return kernels.prepare(_FILE, kernel, ("int",), grid, 256, pointers, scalars, dependent=True)
 
 
 @functools.lru_cache(maxsize=1024)
 def _launches(n, sites, place):
     """Prepare launches on the current device."""
-    return _Launches(n, sites)
+
+    def prepare(kernel, blocks, pointers, *scalars):
+        return kernels.prepare(
+            _FILE, kernel, ("int",), blocks, 256, pointers, scalars, dependent=True
+        )
+
+    blocks = -(-n // 256)
+    return (
+        prepare("start_lists", thread_blocks(sites), 4, sites),
+        prepare("list_rows", blocks, 4, n, sites),
+        prepare("order_lists", blocks, 4, n, sites),
+    )

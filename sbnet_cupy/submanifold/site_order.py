@@ -65,7 +65,7 @@ class _Launches:
         size = (m, sources, taps)
         self._bin = _prepare("bin_rows", self._counting.parts, 4, (*size, *sides))
         several_digits = m >= _FEWEST_TWICE and taps > sides[0]
-        self._by_bin = self._counting.by_digit() if several_digits else None
+        self._by_bin = self._counting.by_bin() if several_digits else None
         grid = (-(-m // (4 * GROUP)), self._masks[1])
         sort_rows = functools.partial(_prepare, "sort_rows", grid, 4, (*size, self._masks[1]))
         self._find_masks = self._sort = kernels.Later(sort_rows)

@@ -14,6 +14,7 @@ from sbnet_cupy.submanifold import map_kernels, site_conv_launch
 from sbnet_cupy.submanifold.site_conv_instances import MmaPlan, PipelinedPlan
 from sbnet_cupy.submanifold.site_conv_plan import _SHARED_TILES, _SORTED, _candidates
 from support.assertions import assert_same, to_numpy
+from support.row_lists import assert_sorted, unsorted
 from support.site_conv_cases import CASES, SiteConvCase, assert_result
 from support.site_map_cases import (
     LISTS,
@@ -170,6 +171,19 @@ def test_tiles_are_shared_out(number, given, few, cupy, monkeypatch, lower_multi
     assert float(abs(results[0]).max()) < 2048  # whole numbers, without rounding
     for result in results[1:]:
         assert_same(result, results[0])
+
+
+@pytest.mark.parametrize(("rows", "sites", "of_one"), [
+    (20_000, 14_000, 0), (300_000, 90_000, 2000), (70_000, 30_000, 20_000), (40_000, 3, 0),
+    (5, 9000, 0),
+])  # fmt: skip
+def test_rows_of_each_site_in_their_order(rows, sites, of_one, cupy):
+    """In whatever order threads list them."""
+    rng = np.random.default_rng(rows)
+    inverse = rng.integers(-1, sites, rows)
+    inverse[rng.permutation(rows)[:of_one]] = sites // 2
+    for _ in range(3):
+        assert_sorted(unsorted(inverse, sites, cupy).sorted(), inverse, sites)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["arrays", "packed"])

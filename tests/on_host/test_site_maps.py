@@ -224,7 +224,8 @@ def test_each_thread_block_has_a_sum_of_its_own():
     """Also where a level has more words than the highest one."""
     for shape in (map_kernels.TreeShape(3, 2049, 8), map_kernels.TreeShape(3, 8, 2049)):
         assert map_kernels._blocks(shape) == 2
-        assert map_kernels._cleared(shape) == shape.words + 3
+        assert map_kernels._cleared(shape, 0) == shape.words + 3
+        assert map_kernels._cleared(shape, 3) == shape.words + 5  # and those that list rows
 
 
 def test_many_sites_have_fewer_levels():
