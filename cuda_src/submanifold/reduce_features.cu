@@ -7,8 +7,8 @@
 // Launches: start_lists of SITES sites for each thread block; list_rows and order_lists, a thread for each row;
 //   sum_rows, a warp for each site, with LANES channels side by side
 // Why: rows come into the list of their site in any order, by atomics, and are put in order there: most sites have few rows. So no
-// sum depends on the order in which threads run. A site with r rows takes the time of r * r / 32 loads, spread over the GPU, to
-// put in order, and of r additions one after the other.
+// sum depends on the order in which threads run. A site with r rows takes the time of r * r / 128 loads of
+// warps, spread over the GPU, to put in order, and of r additions one after the other.
 #include "core/async_copy.cuh"
 #include "submanifold/running_sum.cuh"
 
@@ -85,9 +85,14 @@ __global__ void __launch_bounds__(THREADS)
     const int row = listed[place], its = site[place];
     const bool has_site = its < sites;
     const int begin = has_site ? starts[its] : static_cast<int>(place), end = has_site ? starts[its + 1] : begin;
-    int before = 0;
-#pragma unroll 8
-    for (int other = begin; other < end; ++other) before += listed[other] < row;
+    int before = 0, other = begin;
+    for (; other < end && other % 4; ++other) before += listed[other] < row;
+#pragma unroll 4
+    for (; other + 4 <= end; other += 4) {
+        const int4 its_rows = *reinterpret_cast<const int4*>(listed + other);
+        before += (its_rows.x < row) + (its_rows.y < row) + (its_rows.z < row) + (its_rows.w < row);
+    }
+    for (; other < end; ++other) before += listed[other] < row;
     order[begin + before] = row;
 }
 
