@@ -11,7 +11,7 @@ from sbnet_cupy.core import device, launch, operator
 from sbnet_cupy.core.device import current_device
 from sbnet_cupy.core.graph_memory import memory_of_graphs
 from sbnet_cupy.submanifold import map_kernels, site_conv_launch
-from sbnet_cupy.submanifold.site_conv_instances import MmaPlan, PipelinedPlan
+from sbnet_cupy.submanifold.site_conv_instances import MmaPlan, PipelinedPlan, TilesPlan
 from sbnet_cupy.submanifold.site_conv_plan import _SHARED_TILES, _SORTED, _candidates
 from support.assertions import assert_same, to_numpy
 from support.row_lists import assert_sorted, unsorted
@@ -171,6 +171,34 @@ def test_tiles_are_shared_out(number, given, few, cupy, monkeypatch, lower_multi
     assert float(abs(results[0]).max()) < 2048  # whole numbers, without rounding
     for result in results[1:]:
         assert_same(result, results[0])
+
+
+@pytest.mark.parametrize(("dtype", "channels", "channels_out"), [
+    ("float16", 4, 64), ("bfloat16", 8, 96), ("float16", 16, 128), ("float16", 32, 256),
+    ("float32", 4, 128), ("float32", 16, 96),
+])  # fmt: skip
+@pytest.mark.parametrize("sites", [70, 450])
+def test_narrow_rows_into_many_channels(sites, dtype, channels, channels_out, cupy, monkeypatch):
+    """By tiles side by side, with the bits of the other kernel."""
+    if not current_device().hopper:
+        pytest.skip("needs compute capability 9.0")
+    precision = "tf32" if dtype == "float32" else None
+    case = SiteConvCase(dtype, sites, channels, channels_out, (3, 3, 3), precision=precision,
+                        spare=30)  # fmt: skip
+    found, plan_site_conv = [], site_conv_launch.plan_site_conv
+
+    def plan_tiles(conv, device):
+        conv = conv._replace(sources=9000, targets=9000)  # of few sites others are faster
+        plan = plan_site_conv(conv, device)
+        assert isinstance(plan, TilesPlan) and plan.tiles(conv)[1] > 1
+        return plan
+
+    for plan in (plan_tiles, lambda conv, device: MmaPlan((64, 64), (2, 2), 3)):
+        monkeypatch.setattr(site_conv_launch, "plan_site_conv", plan)
+        with by_kernels(True):
+            found.append(case.run(cupy.asarray))
+    assert_result(case, found[0])
+    assert_same(found[0], found[1])
 
 
 @pytest.mark.parametrize(("rows", "sites", "of_one"), [

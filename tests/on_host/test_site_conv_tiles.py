@@ -1,5 +1,6 @@
 """Convolutions by tiles that read each row once, on the CPU, against the other kernels."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -62,6 +63,12 @@ ONE_PART += [
     (TilesPlan(TileShape(64, 128), 16, (2, 1), engine="NarrowMma"),
      Case("float32", channels=12, channels_out=12, kernel=(3, 3, 3), sites=150, precision="tf32")),
 ]  # fmt: skip
+ONE_PART += [  # tiles of other channels read the same rows, and weights that stay
+    (TilesPlan(TileShape(128, 256), 32, (8, 1), buffers=1),
+     Case(channels=4, channels_out=72, kernel=(3, 3, 3), sites=150, spare=4, whole=False)),
+    (TilesPlan(TileShape(128, 384), 32, (8, 1), buffers=2),
+     Case("float32", channels=8, channels_out=96, kernel=(3, 3), sites=300, precision="tf32")),
+]  # fmt: skip
 PARTS = [
     Case(channels=128, channels_out=64, kernel=(3, 3, 3), sites=300, whole=False),
     Case(channels=72, channels_out=40, kernel=(3, 3), sites=300, whole=False),
@@ -103,6 +110,8 @@ FOUR_WARPS = [  # that multiply together
     (TilesPlan(TileShape(128, 384, True), 64, (2, 1), 4, 1, 2, "TileWgmma"),
      Case("float32", channels=128, channels_out=128, kernel=(3, 3, 3), sites=150,
           precision="tf32")),
+    (TilesPlan(TileShape(128, 384), 64, (2, 1), 0, 1, 1, "TileWgmma"),
+     Case(channels=32, channels_out=136, kernel=(3, 3), sites=300, spare=4)),
 ]  # fmt: skip
 
 
@@ -129,6 +138,21 @@ def test_groups_that_share_taps_may_have_few_of_a_tile(plan, monkeypatch):
 
 
 HOPPER = Device(132, 227 << 10, hopper=True, bulk_copy=True)
+
+
+@pytest.mark.parametrize("taps", [9, 27])
+@pytest.mark.parametrize("element", ["Half", "float"])
+@pytest.mark.parametrize("row_bytes", [8, 16, 32, 64])
+def test_narrow_rows_are_copied_once_for_any_number_of_channels(row_bytes, element, taps):
+    """By tiles side by side, each as wide as there are, where weights stay in shared memory."""
+    channels = row_bytes // (2 if element == "Half" else 4)
+    widest = 32 if row_bytes <= 32 else 64
+    for sites, channels_out in itertools.product((9000, 14_000, 100_000), (72, 96, 128, 256)):
+        conv = SiteConvSizes(element, sites, sites, taps, channels, channels_out, 1, 0,
+                             element == "float", min(row_bytes, 16), 16)  # fmt: skip
+        plan = plan_site_conv(conv, HOPPER)
+        assert isinstance(plan, TilesPlan) and plan.columns == widest and not plan.stages
+        assert plan.tiles(conv)[1] == -(-channels_out // widest)
 
 
 @pytest.mark.parametrize("taps", [9, 27, 64])
