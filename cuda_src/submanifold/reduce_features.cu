@@ -7,8 +7,8 @@
 // Launches: start_lists of SITES sites for each thread block; list_rows and order_lists, a thread for each row;
 //   sum_rows, a warp for each site, with LANES channels side by side
 // Why: rows come into the list of their site in any order, by atomics, and are put in order there: most sites have few rows. So no
-// sum depends on the order in which threads run. A site with r rows takes the time of r * r / 128 loads of
-// warps, spread over the GPU, to put in order, and of r additions one after the other.
+// sum depends on the order in which threads run. A site with r rows takes r * r comparisons, spread over the
+// GPU, to put in order, and r additions one after the other.
 #include "core/async_copy.cuh"
 #include "submanifold/running_sum.cuh"
 
@@ -75,29 +75,39 @@ __global__ void __launch_bounds__(THREADS)
     site[place] = static_cast<I>(has_site ? its : sites);
 }
 
+// A thread finds the place of its row in the list; threads of a warp whose list is long look at it together.
 template <typename I>
 __global__ void __launch_bounds__(THREADS)
     order_lists(const I* __restrict__ listed, const I* __restrict__ site, const I* __restrict__ starts, I* __restrict__ order,
                 i64 n, i64 sites) {
+    constexpr int LONG = 64, NO_ROW = 0x7fffffff;
     overlap_launches(listed, site, starts);
     const i64 place = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x;
-    if (place >= n) return;
-    const int row = listed[place], its = site[place];
-    const bool has_site = its < sites;
-    const int begin = has_site ? starts[its] : static_cast<int>(place), end = has_site ? starts[its + 1] : begin;
-    int before = 0, other = begin;
-    for (; other < end && other % 4; ++other) before += listed[other] < row;
-#pragma unroll 4
-    for (; other + 4 <= end; other += 4) {
-        const int4 its_rows = *reinterpret_cast<const int4*>(listed + other);
-        before += (its_rows.x < row) + (its_rows.y < row) + (its_rows.z < row) + (its_rows.w < row);
+    const int lane = threadIdx.x % 32, row = place < n ? listed[place] : NO_ROW, its = place < n ? site[place] : -1;
+    int begin = static_cast<int>(place), end = begin, before = 0;
+    if (its >= 0 && its < sites) begin = starts[its], end = starts[its + 1];
+    const bool is_long = end - begin > LONG;
+    if (!is_long)
+#pragma unroll 8
+        for (int other = begin; other < end; ++other) before += listed[other] < row;
+    for (u32 left = __ballot_sync(EVERY, is_long); left;) {
+        const int leader = __ffs(left) - 1;
+        const int first = __shfl_sync(EVERY, begin, leader), last = __shfl_sync(EVERY, end, leader);
+        const bool is_mine = is_long && begin == first;
+        int smaller = 0;
+        for (int others = first; others < last; others += 32) {
+            const int other = others + lane < last ? listed[others + lane] : NO_ROW;
+#pragma unroll
+            for (int k = 0; k < 32; ++k) smaller += __shfl_sync(EVERY, other, k) < row;
+        }
+        if (is_mine) before = smaller;
+        left &= ~__ballot_sync(EVERY, is_mine);
     }
-    for (; other < end; ++other) before += listed[other] < row;
-    order[begin + before] = row;
+    if (place < n) order[begin + before] = row;
 }
 
 template <typename T, int LANES>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, 4)  // with more thread blocks registers spill
     sum_rows(const T* __restrict__ features,   // [n, C]
              const int* __restrict__ order,    // [n]
              const int* __restrict__ site,     // [n]
@@ -105,7 +115,7 @@ __global__ void __launch_bounds__(THREADS)
              T* __restrict__ out,              // [sites, C]
              i64 n, i64 sites, i64 C, i64 mean) {
     using Compute = typename ComputeOf<T>::type;
-    constexpr int ROWS = 32 / LANES;  // that are loaded at once, and added one after another
+    constexpr int ROWS = 32 / LANES, GROUPS = LANES < 4 ? LANES : 4;  // of rows that are loaded at once, and added one after another
     overlap_launches(features, order, site, starts);
     const i64 s = static_cast<i64>(blockIdx.x) * WARPS + threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
@@ -116,16 +126,23 @@ __global__ void __launch_bounds__(THREADS)
     for (i64 c0 = 0; c0 < C; c0 += LANES) {
         const i64 c = c0 + lane % LANES;
         Compute sum = 0;
-#pragma unroll 2
-        for (u32 j0 = first; j0 < last; j0 += ROWS) {
-            const u32 j = j0 + lane / LANES;
+        for (u32 j0 = first; j0 < last; j0 += ROWS * GROUPS) {
             const u32 left = last - j0;
-            const int row = j < last ? order[j] : -1;
-            const Compute value = row >= 0 && row < n && c < C ? to_compute<Compute>(features[static_cast<i64>(row) * C + c]) : Compute(0);
+            const int listed = lane < ROWS * GROUPS && static_cast<u32>(lane) < left ? order[j0 + lane] : -1;
+            Compute values[GROUPS];
 #pragma unroll
-            for (u32 r = 0; r < ROWS; ++r) {
-                const Compute next = __shfl_sync(EVERY, value, r * LANES + lane % LANES);
-                if (r < left) sum = r > 0 || j0 > first ? sum + next : next;  // also where the first one is -0
+            for (int g = 0; g < GROUPS; ++g) {
+                const int row = __shfl_sync(EVERY, listed, g * ROWS + lane / LANES);
+                values[g] = row >= 0 && row < n && c < C ? to_compute<Compute>(features[static_cast<i64>(row) * C + c]) : Compute(0);
+            }
+#pragma unroll
+            for (u32 g = 0; g < GROUPS; ++g) {
+                if (g * ROWS >= left) break;
+#pragma unroll
+                for (u32 r = 0; r < ROWS; ++r) {
+                    const Compute next = __shfl_sync(EVERY, values[g], r * LANES + lane % LANES);
+                    if (g * ROWS + r < left) sum = g + r > 0 || j0 > first ? sum + next : next;  // also where the first one is -0
+                }
             }
         }
         if (mean && last > first) sum /= static_cast<Compute>(last - first);
