@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(THREADS)
 }
 
 template <typename T, int LANES>
-__global__ void __launch_bounds__(THREADS, 4)  // with more thread blocks registers spill
+__global__ void __launch_bounds__(THREADS)
     sum_rows(const T* __restrict__ features,   // [n, C]
              const int* __restrict__ order,    // [n]
              const int* __restrict__ site,     // [n]
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(THREADS, 4)  // with more thread blocks regist
              T* __restrict__ out,              // [sites, C]
              i64 n, i64 sites, i64 C, i64 mean) {
     using Compute = typename ComputeOf<T>::type;
-    constexpr int ROWS = 32 / LANES, GROUPS = LANES < 4 ? LANES : 4;  // of rows that are loaded at once, and added one after another
+    constexpr int ROWS = 32 / LANES;  // that are loaded at once, and added one after another
     overlap_launches(features, order, site, starts);
     const i64 s = static_cast<i64>(blockIdx.x) * WARPS + threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
@@ -126,23 +126,16 @@ __global__ void __launch_bounds__(THREADS, 4)  // with more thread blocks regist
     for (i64 c0 = 0; c0 < C; c0 += LANES) {
         const i64 c = c0 + lane % LANES;
         Compute sum = 0;
-        for (u32 j0 = first; j0 < last; j0 += ROWS * GROUPS) {
+#pragma unroll 2
+        for (u32 j0 = first; j0 < last; j0 += ROWS) {
+            const u32 j = j0 + lane / LANES;
             const u32 left = last - j0;
-            const int listed = lane < ROWS * GROUPS && static_cast<u32>(lane) < left ? order[j0 + lane] : -1;
-            Compute values[GROUPS];
+            const int row = j < last ? order[j] : -1;
+            const Compute value = row >= 0 && row < n && c < C ? to_compute<Compute>(features[static_cast<i64>(row) * C + c]) : Compute(0);
 #pragma unroll
-            for (int g = 0; g < GROUPS; ++g) {
-                const int row = __shfl_sync(EVERY, listed, g * ROWS + lane / LANES);
-                values[g] = row >= 0 && row < n && c < C ? to_compute<Compute>(features[static_cast<i64>(row) * C + c]) : Compute(0);
-            }
-#pragma unroll
-            for (u32 g = 0; g < GROUPS; ++g) {
-                if (g * ROWS >= left) break;
-#pragma unroll
-                for (u32 r = 0; r < ROWS; ++r) {
-                    const Compute next = __shfl_sync(EVERY, values[g], r * LANES + lane % LANES);
-                    if (g * ROWS + r < left) sum = g + r > 0 || j0 > first ? sum + next : next;  // also where the first one is -0
-                }
+            for (u32 r = 0; r < ROWS; ++r) {
+                const Compute next = __shfl_sync(EVERY, value, r * LANES + lane % LANES);
+                if (r < left) sum = r > 0 || j0 > first ? sum + next : next;  // also where the first one is -0
             }
         }
         if (mean && last > first) sum /= static_cast<Compute>(last - first);
