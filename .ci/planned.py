@@ -15,14 +15,21 @@ from sbnet_cupy.block_sparse.stack.stack_bottleneck_plan import (
 )
 from sbnet_cupy.block_sparse.stack.stack_conv_plan import StackConv, plan_stack_conv
 from sbnet_cupy.block_sparse.stack.stack_image_conv2d import ImageConv, blocks_of, candidates
+from sbnet_cupy.core.arrays import vector_bytes
 from sbnet_cupy.core.device import Device
-from sbnet_cupy.dense.activation import scales_last
+from sbnet_cupy.dense.activation import ACTIVATIONS, scales_last
 from sbnet_cupy.submanifold.site_conv_grad_plan import PIPELINED, WeightGradSizes
-from sbnet_cupy.submanifold.site_conv_instances import ELEMENT_BYTES, FmaPlan, SiteConvSizes
+from sbnet_cupy.submanifold.site_conv_instances import (
+    ELEMENT_BYTES,
+    FmaPlan,
+    SiteConvSizes,
+    TilesPlan,
+)
 from sbnet_cupy.submanifold.site_conv_plan import (
     _SHARED_TILES,
     _TILINGS,
     alone,
+    overlaps,
     plan_site_conv,
 )
 
@@ -192,6 +199,15 @@ def _sites(arch):
             key = SITES, plan.kernel, plan.template(conv._replace(activation=activation))
             if not isinstance(plan, FmaPlan) and launched(arch, *key):
                 found[key] = None
+    narrow = itertools.product(("Half", "float"), (3, 4, 5, 32), (32, 64), range(len(ACTIVATIONS)))
+    for (element, c, k, activation), sites in itertools.product(narrow, (3000, 14_000, MANY)):
+        conv = SiteConvSizes(
+            element, sites, sites, 27, c, k, 1, activation, element == "float",
+            vector_bytes(c * ELEMENT_BYTES[element]), 16,
+        )  # fmt: skip
+        plan = plan_site_conv(conv, DEVICES[arch])
+        if isinstance(plan, TilesPlan):
+            found[SITES, plan.kernel, plan.template(conv, overlaps(plan, conv, DEVICES[arch]))] = None
     shared = itertools.product(_SHARED_TILES.values(), ELEMENT_BYTES, (RELU, GELU))
     for plan, element, activation in shared if DEVICES[arch].hopper else ():
         if element == "double":

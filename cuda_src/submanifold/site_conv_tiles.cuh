@@ -7,7 +7,7 @@
 // ZERO_ROWS of zeros. ldmatrix gathers the rows of a fragment by their local numbers. Sums are made part after part, in a part tap after
 // tap, whatever tile a row is in.
 //   STAGES   0: all weights stay in shared memory; else a warp streams those of a part and tap through a ring of so many
-//   COPIED   bytes that are copied together: 16, or 4 or 8 where that is a whole row of x
+//   COPIED   bytes that are copied together: 16, or 2, 4 or 8 where rows of x are no such vectors, and at most RB long
 //   BUFFERS  2: the next rows are copied while these are multiplied
 //   OVERLAP  wait for the launches ahead before all else, and let the next one begin
 // With two buffers, where weights are streamed to be multiplied by wgmma and nothing is rounded, three warps beside the one that
@@ -124,13 +124,23 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
         for (int i = team.number * 4; i < head_ints; i += team.count * 4)
             copy_async_16(shared.heads + which * head_ints + i, heads + static_cast<i64>(tile) * head_ints + i, true);
     };
-    // Copy the 16 bytes that this thread has of the rows of a part.
+    // Copy the 16 bytes that this thread has of the rows of a part, or whole rows.
     const auto copy_rows = [&](const Team& team, const TilePart& its, int first, int count) {
         const int* const list = sources + static_cast<i64>(its.tile) * (steps.taps * BM) + first;
         u8* const to = shared.rows + its.buffer * shared.rows_bytes + ZERO_ROWS * RB;
         if constexpr (COPIED < 16) {
-            for (int i = team.number; i < count; i += team.count)
-                copy_async<COPIED>(to + unit_at<RB>(i, 0), x + list[i] * C, true);
+            const int bytes = static_cast<int>(C) * static_cast<int>(sizeof(T));
+            for (int i = team.number; i < count; i += team.count) {
+                const u8* const row = reinterpret_cast<const u8*>(x + list[i] * C);
+#pragma unroll 4
+                for (int b = 0; b < bytes; b += COPIED) {
+                    u8* const its_unit = to + unit_at<RB>(i, b / 16) + b % 16;
+                    if constexpr (COPIED >= 4)
+                        copy_async<COPIED>(its_unit, row + b, true);
+                    else  // too few for an asynchronous copy
+                        *reinterpret_cast<u16*>(its_unit) = *reinterpret_cast<const u16*>(row + b);
+                }
+            }
             return;
         }
         [[maybe_unused]] constexpr int TOGETHER = Product::ASYNC ? (!AHEAD || (ROUND && !RING) ? 1 : 4) : NT == 4 ? 2 : 4;  // there are no registers for more
@@ -151,9 +161,11 @@ __global__ void __launch_bounds__(Engine<T, BM, BN, WM, WN>::THREADS + Streamers
     const auto round_rows = [&](const Team& team, const TilePart& its, const TileHead& head) {  // those that this thread has copied
         const int count = head.round_sources[its.round + 1] - head.round_sources[its.round];
         u8* const from = shared.rows + its.buffer * shared.rows_bytes + ZERO_ROWS * RB;
-        constexpr int COPIES = COPIED < 16 ? 1 : UNITS;  // of a row
+        constexpr int OWN = COPIED < 16 ? UNITS : 1;  // units of a row that this thread has copied
 #pragma unroll 1
-        for (int i = team.number; i < count * COPIES; i += team.count) round_four(from + unit_at<RB>(i / COPIES, i % COPIES));
+        for (int i = team.number; i < count * (UNITS / OWN); i += team.count)
+#pragma unroll
+            for (int u = 0; u < OWN; ++u) round_four(from + (OWN > 1 ? unit_at<RB>(i, u) : unit_at<RB>(i / UNITS, i % UNITS)));
     };
     const auto copy_part = [&](const Team& team, const TilePart& its, const TileHead& head) {
         const int first = head.round_sources[its.round];

@@ -228,9 +228,9 @@ class TilesPlan(NamedTuple):
 
     @staticmethod
     def copied(conv):
-        """Bytes of a row that are copied together: 16, or a whole row of fewer; or None."""
-        row = conv.channels * conv.element_bytes
-        return 16 if conv.alignment_in == 16 else row if row == conv.alignment_in >= 4 else None
+        """Bytes of a row that are copied together: 16, or fewer of a narrow row; or None."""
+        narrow = conv.channels * conv.element_bytes <= STEP
+        return conv.alignment_in if conv.alignment_in == 16 or narrow else None
 
     def whole(self, conv):
         """Steps of K of a tap are a multiple of this: those of a part of a row."""

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from ..core.arrays import vector_bytes
 from ..core.device import RESERVED
+from ..dense.activation import ACTIVATIONS
 from .site_conv_instances import (
     PANEL,
     ROW,
@@ -98,6 +99,17 @@ _COPIED_AHEAD = TilesPlan(TileShape(128, 384, True), 64, (2, 1), 4, 2, 1, "TileW
 # The second is for the taps of pictures: a tile reads fewer rows with these than with more taps.
 _WIDE = TilesPlan(TileShape(128, 384, True), 128, (2, 1), 4, 1, 1, "TileWgmma")
 _WIDE_OF_PICTURES = TilesPlan(TileShape(128, 320, True), 128, (2, 1), 5, 2, 1, "TileWgmma")
+_THREE_AT_ONCE = TilesPlan(TileShape(256, 640), 32, (8, 1), 0, 1, 3)
+_TWO_AT_ONCE = TilesPlan(TileShape(192, 512), 32, (3, 1), 4, 1, 2, "TileWgmma")
+_WIDE_OF_NARROW = TilesPlan(TileShape(256, 640), 64, (4, 1), 0, 1, 1, "TileWgmma")
+_LARGEST = TilesPlan(TileShape(256, 640, True), 64, (4, 1), 4, 2, 1, "TileWgmma")
+_WITHOUT_REGISTERS = {  # for an activation, by bytes of a number
+    "silu": {
+        2: (_THREE_AT_ONCE, _WIDE_OF_NARROW),
+        4: (_THREE_AT_ONCE, _TWO_AT_ONCE, _LARGEST),
+    },
+    "gelu": {2: (_WIDE_OF_NARROW,)},
+}
 # Tilings with the bytes of a part, and the cycles of a tap and part of as many tiles as a
 # multiprocessor has at once: one, two, ...
 _TILINGS = [
@@ -105,7 +117,7 @@ _TILINGS = [
     (TilesPlan(TileShape(128, 384), 16, (8, 1), 0, 1, 3, "NarrowMma"), 32, (242, 354, 514)),
     (TilesPlan(TileShape(128, 384), 16, (4, 1), 0, 1, 5, "NarrowMma"), 32,
      (264, 347, 434, 596, 596)),
-    (TilesPlan(TileShape(256, 640), 32, (8, 1), 0, 1, 3), 32, (400, 654, 981)),
+    (_THREE_AT_ONCE, 32, (400, 654, 981)),
     (TilesPlan(TileShape(128, 384), 32, (8, 1), 0, 2, 3), 32, (260, 426, 639)),
     (TilesPlan(TileShape(256, 640), 32, (4, 1), 0, 1, 1, "TileWgmma"), 64, (562,)),
     (TilesPlan(TileShape(256, 640), 32, (4, 1), 0, 1, 2, "TileWgmma"), 64, (577, 1165)),
@@ -114,17 +126,17 @@ _TILINGS = [
     (TilesPlan(TileShape(128, 384), 32, (8, 1), 0, 1, 2), 64, (433, 631)),
     (TilesPlan(TileShape(128, 384), 64, (2, 1), 0, 1, 1, "TileWgmma"), 64, (452,)),
     (TilesPlan(TileShape(192, 512), 64, (3, 1), 0, 1, 1, "TileWgmma"), 64, (628,)),
-    (TilesPlan(TileShape(256, 640), 64, (4, 1), 0, 1, 1, "TileWgmma"), 64, (735,)),
+    (_WIDE_OF_NARROW, 64, (735,)),
     (TilesPlan(TileShape(64, 192), 32, (1, 1), 3, 1, 4, "TileWgmma"), ROW, (434, 686, 990, 992)),
     (TilesPlan(TileShape(128, 384), 32, (2, 1), 4, 1, 2, "TileWgmma"), ROW, (604, 966)),
-    (TilesPlan(TileShape(192, 512), 32, (3, 1), 4, 1, 2, "TileWgmma"), ROW, (842, 1377)),
+    (_TWO_AT_ONCE, ROW, (842, 1377)),
     (TilesPlan(TileShape(256, 640), 32, (4, 1), 6, 2, 1, "TileWgmma"), ROW, (875,)),
     (TilesPlan(TileShape(64, 192), 64, (1, 1), 3, 1, 4, "TileWgmma"), ROW, (687, 850, 1130, 1138)),
     (TilesPlan(TileShape(128, 384, True), 64, (2, 1), 4, 1, 2, "TileWgmma"), ROW, (733, 1050)),
     (_COPIED_AHEAD, ROW, (645,)),
     (TilesPlan(TileShape(192, 512, True), 64, (3, 1), 4, 2, 1, "TileWgmma"), ROW, (760,)),
     (TilesPlan(TileShape(256, 640, True), 64, (4, 1), 4, 1, 1, "TileWgmma"), ROW, (1020,)),
-    (TilesPlan(TileShape(256, 640, True), 64, (4, 1), 4, 2, 1, "TileWgmma"), ROW, (985,)),
+    (_LARGEST, ROW, (985,)),
     (_WIDE, ROW, (808,)),
     (_WIDE_OF_PICTURES, ROW, (820,)),
     (TilesPlan(TileShape(192, 448, True), 128, (3, 1), 4, 2, 1, "TileWgmma"), ROW, (1170,)),
@@ -185,9 +197,9 @@ def all_resident(plan, conv, device):
 def overlaps(plan, conv, device):
     """Whether launches of an OncePlan or a TilesPlan begin while the one ahead of them ends.
 
-    Tiles of 192 rows and 128 channels have no registers for that.
+    Some tiles of 192 rows have no registers for that.
     """
-    if isinstance(plan, TilesPlan) and (plan.order.rows, plan.columns) == (192, 128):
+    if isinstance(plan, TilesPlan) and plan.order.rows == 192 and plan.columns != 64:
         return False
     return all_resident(plan, conv, device)
 
@@ -288,6 +300,7 @@ def _fitting_tilings(conv, device):
     left_out = [_WIDE if conv.taps <= TAPS_OF_PICTURES else _WIDE_OF_PICTURES]
     if conv.element == "float":  # whose rows those that multiply copy and round
         left_out.append(_COPIED_AHEAD)
+    left_out += _WITHOUT_REGISTERS.get(ACTIVATIONS[conv.activation], {}).get(conv.element_bytes, ())
 
     def takes(columns, several):
         fewest = columns // 2 if columns > 16 else 0

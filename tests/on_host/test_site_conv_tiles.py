@@ -7,10 +7,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from sbnet_cupy.core.arrays import vector_bytes
 from sbnet_cupy.core.device import Device
 from sbnet_cupy.submanifold import site_conv_launch
 from sbnet_cupy.submanifold.site_conv import SITE_CONV
-from sbnet_cupy.submanifold.site_conv_instances import MmaPlan, OncePlan, SiteConvSizes, TilesPlan
+from sbnet_cupy.submanifold.site_conv_instances import (
+    ELEMENT_BYTES,
+    MmaPlan,
+    OncePlan,
+    SiteConvSizes,
+    TilesPlan,
+)
 from sbnet_cupy.submanifold.site_conv_plan import _SORTED, _TILINGS, alone, plan_site_conv
 from sbnet_cupy.submanifold.site_tiles import MOST_TAPS, TileShape, shared_bytes
 from support import site_on_host
@@ -68,6 +75,18 @@ ONE_PART += [  # tiles of other channels read the same rows, and weights that st
      Case(channels=4, channels_out=72, kernel=(3, 3, 3), sites=150, spare=4, whole=False)),
     (TilesPlan(TileShape(128, 384), 32, (8, 1), buffers=2),
      Case("float32", channels=8, channels_out=96, kernel=(3, 3), sites=300, precision="tf32")),
+]  # fmt: skip
+ONE_PART += [  # rows that are no whole vectors of 16 bytes: by 2, 4 or 8 bytes together
+    (TilesPlan(TileShape(64, 64), 32, (2, 1), buffers=2),
+     Case(channels=3, channels_out=24, kernel=(3, 3, 3), sites=150, spare=4, whole=False)),
+    (TilesPlan(TileShape(64, 128), 32, (2, 1), buffers=1),
+     Case("bfloat16", channels=15, channels_out=40, kernel=(3, 3, 3), sites=150, whole=False)),
+    (TilesPlan(TileShape(64, 64), 16, (2, 1), engine="NarrowMma"),
+     Case(channels=6, channels_out=16, kernel=(3, 3, 3), sites=150, spare=4, whole=False)),
+    (TilesPlan(TileShape(64, 128), 32, (2, 1), buffers=2),
+     Case("float32", channels=5, channels_out=32, kernel=(3, 3, 3), sites=150, precision="tf32")),
+    (TilesPlan(TileShape(64, 128), 32, (2, 1), buffers=2),
+     Case("float32", channels=3, channels_out=16, kernel=(3, 3), sites=300, precision="tf32")),
 ]  # fmt: skip
 PARTS = [
     Case(channels=128, channels_out=64, kernel=(3, 3, 3), sites=300, whole=False),
@@ -153,6 +172,20 @@ def test_narrow_rows_are_copied_once_for_any_number_of_channels(row_bytes, eleme
         plan = plan_site_conv(conv, HOPPER)
         assert isinstance(plan, TilesPlan) and plan.columns == widest and not plan.stages
         assert plan.tiles(conv)[1] == -(-channels_out // widest)
+
+
+@pytest.mark.parametrize(("element", "channels", "together"), [
+    ("Half", 3, 2), ("Half", 15, 2), ("Half", 17, None), ("Half", 6, 4), ("Half", 14, 4),
+    ("Half", 18, None), ("Half", 4, 8), ("Half", 12, 8), ("Half", 20, None), ("Half", 8, 16),
+    ("float", 1, 4), ("float", 5, 4), ("float", 7, 4), ("float", 9, None), ("float", 6, 8),
+])  # fmt: skip
+def test_narrow_rows_are_copied_in_pieces(element, channels, together):
+    """Rows that are no whole vectors of 16 bytes."""
+    alignment = vector_bytes(channels * ELEMENT_BYTES[element])
+    conv = SiteConvSizes(element, 14_000, 14_000, 27, channels, 32, 1, 0, element == "float",
+                         alignment, 16)  # fmt: skip
+    assert TilesPlan.copied(conv) == together
+    assert isinstance(plan_site_conv(conv, HOPPER), TilesPlan) == (together is not None)
 
 
 @pytest.mark.parametrize("taps", [9, 27, 64])
