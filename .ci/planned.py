@@ -207,7 +207,8 @@ def _sites(arch):
         )  # fmt: skip
         plan = plan_site_conv(conv, DEVICES[arch])
         if isinstance(plan, TilesPlan):
-            found[SITES, plan.kernel, plan.template(conv, overlaps(plan, conv, DEVICES[arch]))] = None
+            template = plan.template(conv, overlaps(plan, conv, DEVICES[arch]))
+            found[SITES, plan.kernel, template] = None
     shared = itertools.product(_SHARED_TILES.values(), ELEMENT_BYTES, (RELU, GELU))
     for plan, element, activation in shared if DEVICES[arch].hopper else ():
         if element == "double":

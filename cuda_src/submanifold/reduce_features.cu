@@ -7,8 +7,8 @@
 // Launches: start_lists of SITES sites for each thread block; list_rows and order_lists, a thread for each row;
 //   sum_rows, a warp for each site, with LANES channels side by side
 // Why: rows come into the list of their site in any order, by atomics, and are put in order there: most sites have few rows. So no
-// sum depends on the order in which threads run. A site with r rows takes r * r comparisons, spread over the
-// GPU, to put in order, and r additions one after the other.
+// sum depends on the order in which threads run. A site with r rows takes r * r comparisons, spread over the GPU, to put in order,
+// and r additions one after the other.
 #include "core/async_copy.cuh"
 #include "submanifold/running_sum.cuh"
 
