@@ -5,7 +5,7 @@
 // Launches of 256 threads; each a persistent grid, but for rank_words, which takes WORDS words a thread block:
 //   clear_sites                               zeros, and -1 for sites of which no row was seen yet
 //   for each level: mark_sites, rank_words    bits of its words; how many there are before each
-//   place_sites                                 which rows belong to a site; the sites
+//   place_sites                               which rows belong to a site; the sites
 // Why: a rank in the sorted list needs no sort, only bits and popcounts. All atomics are on integers and commute, so that the
 // results depend on the rows alone.
 #include "submanifold/running_sum.cuh"
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(THREADS)
     }
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) {
-        const int up_to = sum_up_to_lane(set[pass]);
+        const int up_to = sum_up_to_lane(set[pass], lane);
         const i64 i = first + pass * 32;
         if (set[pass]) reinterpret_cast<u32*>(words + i)[2] = static_cast<u32>(before + up_to - set[pass]);
         before += __shfl_sync(0xffffffffu, up_to, 31);

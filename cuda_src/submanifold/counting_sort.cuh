@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/async_copy.cuh"
+#include "core/warp_sum.cuh"
 
 constexpr int BITS = 11, BINS = 1 << BITS, PART = 1024, THREADS = 256, WARPS = THREADS / 32, ROUNDS = PART / THREADS;
 

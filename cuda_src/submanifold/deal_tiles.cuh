@@ -3,7 +3,7 @@
 // much to do.
 #pragma once
 
-#include "core/common.cuh"
+#include "core/warp_sum.cuh"
 #include "submanifold/site_turns.cuh"
 
 constexpr int STORED = 2;  // taps that take as long as to store a tile's result
@@ -32,12 +32,7 @@ DEVICE void cut_tiles(const u32* __restrict__ masks, int2* __restrict__ cuts, i6
     const auto next = [&](i64 first) {
         const i64 tile = first + threadIdx.x;
         its = tile < tiles ? max(taps_of_tile(masks, tile, SHARED_ROWS / 32, all, words), 1) + STORED : 0;
-        int up_to = its;
-#pragma unroll
-        for (int d = 1; d < 32; d *= 2) {
-            const int other = __shfl_up_sync(0xffffffffu, up_to, d);
-            if (lane >= d) up_to += other;
-        }
+        const int up_to = sum_up_to_lane(its, lane);
         __syncthreads();
         if (lane == 31) sums[warp] = up_to;
         __syncthreads();

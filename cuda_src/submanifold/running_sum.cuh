@@ -3,13 +3,7 @@
 // sum, and adds up those of all before it.
 #pragma once
 
-#include "core/common.cuh"
-
-DEVICE int sum_of_warp(int value) {
-#pragma unroll
-    for (int d = 16; d > 0; d /= 2) value += __shfl_xor_sync(0xffffffffu, value, d);
-    return value;
-}
+#include "core/warp_sum.cuh"
 
 // The sum over a thread block, the same in all threads. `parts` is shared memory for a number of each warp.
 template <int THREADS>
@@ -37,14 +31,4 @@ DEVICE int sum_before_block(u64* sums, int of_block, int* parts) {
         before += static_cast<int>(static_cast<u32>(published));
     }
     return sum_of_block<THREADS>(before, parts);
-}
-
-// The sum over the lanes of a warp up to this one.
-DEVICE int sum_up_to_lane(int value) {
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-        const int other = __shfl_up_sync(0xffffffffu, value, d);
-        if (static_cast<int>(threadIdx.x) % 32 >= d) value += other;
-    }
-    return value;
 }

@@ -123,12 +123,7 @@ __global__ void __launch_bounds__(THREADS)
     int its[EACH], sum = 0;
 #pragma unroll
     for (int i = 0; i < EACH; ++i) sum += its[i] = totals[threadIdx.x * EACH + i];
-    int up_to = sum;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-        const int other = __shfl_up_sync(0xffffffffu, up_to, d);
-        if (lane >= d) up_to += other;
-    }
+    const int up_to = sum_up_to_lane(sum, lane);
     if (lane == 31) parts[warp] = up_to;
     __syncthreads();
     int start = up_to - sum;

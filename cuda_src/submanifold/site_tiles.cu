@@ -11,6 +11,7 @@
 // colour. A number that no row has stands for one of the others once more; a row that reads none has the zeros of the colour that
 // it would read. Where a colour has a quarter more rows than the others, or the tile is read in rounds, they are numbered as above.
 #include "core/async_copy.cuh"
+#include "core/warp_sum.cuh"
 #include "submanifold/site_colours.cuh"
 #include "submanifold/tap_ranks.cuh"
 #include "submanifold/tile_head.cuh"
@@ -224,12 +225,7 @@ __global__ void __launch_bounds__(BM * SLICES, tile_makers(BM, SLICES, EACH * SL
                 int its[WARPS], sum = 0;
 #pragma unroll
                 for (int w = 0; w < WARPS; ++w) sum += its[w] = tap < taps ? counts[tap * WARPS + w] : 0;
-                int up_to = sum;
-#pragma unroll
-                for (int d = 1; d < 32; d *= 2) {
-                    const int other = __shfl_up_sync(EVERY, up_to, d);
-                    if (lane >= d) up_to += other;
-                }
+                const int up_to = sum_up_to_lane(sum, lane);
                 int place = before + up_to - sum;
 #pragma unroll
                 for (int w = 0; w < WARPS; ++w) {
@@ -271,12 +267,7 @@ __global__ void __launch_bounds__(BM * SLICES, tile_makers(BM, SLICES, EACH * SL
             if (threadIdx.x / 32 < COLOURS) {  // exclusive sums: a warp has a colour
                 int& count = tally[lane < THREADS / 32 ? lane * COLOURS + threadIdx.x / 32 : 0];
                 const int own = lane < THREADS / 32 ? count : 0;
-                int up_to = own;
-#pragma unroll
-                for (int d = 1; d < 32; d *= 2) {
-                    const int other = __shfl_up_sync(EVERY, up_to, d);
-                    if (lane >= d) up_to += other;
-                }
+                const int up_to = sum_up_to_lane(own, lane);
                 if (lane < THREADS / 32) count = up_to - own;
                 if (lane == 31) numbered[threadIdx.x / 32] = up_to;
             }

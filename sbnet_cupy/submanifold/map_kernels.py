@@ -278,7 +278,7 @@ def _launches(build, place):
             prepare("mark_sites", template, grid, 4, (*sizes, level, twice, *geometry)),
             prepare("rank_words", (_WORDS,), blocks, 3, (level, most), persistent=False),
         ))  # fmt: skip
-    chosen = 1 if build.mode == "last" else 2 if build.mode in _COUNTED else 0
+    chosen = 2 if build.mode in _COUNTED else int(build.mode == "last")
     scalars = (*sizes, build.capacity, chosen, *geometry)
     placed = max(grid, -(-build.capacity // 256)) if build.listed else grid
     return _Launches(clear, tuple(levels), prepare("place_sites", template, placed, 9, scalars))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core import launch as kernels
-from ..core.arrays import empties, empty, namespace, place_name
+from ..core.arrays import empties, namespace, place_name
 from ..core.graph_memory import memory_of_graphs
 from .distinct import Reduction
 
@@ -20,7 +20,7 @@ _SITES = 2048  # of a thread block of start_lists
 class UnsortedRows(NamedTuple):
     """Rows of a list whose sites are known, before they are sorted by site.
 
-    That takes about as long as to find the sites, of which maps are made meanwhile.
+    Sites alone need no sort, and their maps can be found beside it.
     """
 
     inverse: Any  # int32 [n]: the site of each, or -1
@@ -41,8 +41,8 @@ def thread_blocks(sites):
 def _sort(inverse, numbers, sums):
     """Return the Reduction of rows by the site of each."""
     n, sites = len(inverse), len(numbers)
-    order, site, starts = (
-        empty((length,), np.int32, inverse) for length in (n, n, sites + 1)
+    order, site, starts = empties(
+        inverse, *(((length,), np.int32) for length in (n, n, sites + 1))
     )
     if not (n and sites):
         starts.fill(0)

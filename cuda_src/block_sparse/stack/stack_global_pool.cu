@@ -14,6 +14,7 @@
 // order that the sizes and the mask decide: those of a warp are put together by a tree, then the warps' in their order.
 #include "block_sparse/stack/block_table.cuh"
 #include "core/cluster.cuh"
+#include "core/warp_sum.cuh"
 
 enum Mode { SUM, MAXIMUM };
 
@@ -71,12 +72,7 @@ DEVICE bool is_among(int line, int lines) {
 // The number of threads' items before those of this thread; `total` becomes that of all. `counts` is of 8 ints.
 DEVICE int before_mine(int mine, int* counts, int& total) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    int sum = mine;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-        const int other = __shfl_up_sync(0xffffffffu, sum, d);
-        if (lane >= d) sum += other;
-    }
+    const int sum = sum_up_to_lane(mine, lane);
     if (lane == 31) counts[warp] = sum;
     __syncthreads();
     int before = sum - mine;
