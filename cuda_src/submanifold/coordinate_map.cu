@@ -156,6 +156,7 @@ __global__ void __launch_bounds__(THREADS)
                 int* __restrict__ winners,         // [capacity]: what is chosen of the rows of each site; or null
                 u8* __restrict__ valid,            // [capacity]: 1 where there is a site; or null
                 int* __restrict__ inverse,         // [n] or null
+                u8* __restrict__ held,             // [n]: 1 where the row given holds a site; or null
                 i64 n, i64 each, i64 top, i64 level_words, i64 levels, i64 capacity, i64 chosen, GRID_PARAMETERS,
                 WINDOW_PARAMETERS, CANDIDATES_PARAMETERS) {
     overlap_launches(given, count, words, total);
@@ -177,6 +178,7 @@ __global__ void __launch_bounds__(THREADS)
     for (i64 i = first; i < n * each; i += step) {
         i64 site[D + 1];
         const bool exists = candidate<I, D, KIND>(rows, n, window, candidates, i, site);
+        if (held) held[i] = exists;
         const i64 key = exists ? grid.key(site) : -1;
         i64 rank = -1;
         if (key >= 0) rank = SiteTree::number(words[tree.word_at(words, key, tree.levels - 1)], tree.bit_of(key, tree.levels - 1));

@@ -68,86 +68,158 @@ __global__ void __launch_bounds__(256, 4)
     }
 }
 
+// Bits of a leaf's word that are a line of its cells along the last axis, from bit 0 on; others may follow.
+template <int D>
+struct LeafLine {
+    using Bits = u32;
+};
+template <>
+struct LeafLine<1> {
+    using Bits = u64;
+};
+DEVICE int count_bits(u32 bits) { return __popc(bits); }
+DEVICE int count_bits(u64 bits) { return __popcll(bits); }
+
 // The same where the places that a row reads lie in two leaves on each axis at most.
-template <int D, bool READERS, int THREADS>
-__global__ void __launch_bounds__(THREADS)
+//   SLICES   threads for each row: the leaves are dealt to them, then runs of TOGETHER cells of the window's lines
+template <int D, bool READERS, int ROWS, int SLICES>
+__global__ void __launch_bounds__(ROWS * SLICES)
     find_near_rows(const int* __restrict__ target, const int* __restrict__ count, const uint4* __restrict__ words,
                    const int* __restrict__ order, int* __restrict__ rows,  // as for find_rows
                    i64 M, i64 N, i64 top, i64 level_words, i64 levels, GRID_PARAMETERS, WINDOW_PARAMETERS) {
     overlap_launches(target, count, words, order);
-    constexpr int LEAVES = 1 << D;
-    __shared__ uint4 found[LEAVES][THREADS];  // the word of each leaf; a thread reads its own
+    using Bits = typename LeafLine<D>::Bits;
+    constexpr int LEAVES = 1 << D, EACH = (LEAVES + SLICES - 1) / SLICES;
+    constexpr int LOW[] = {Grid<D>::low(1), Grid<D>::low(D < 2 ? 1 : 2), Grid<D>::low(D < 3 ? 1 : 3), Grid<D>::low(D)};
+    constexpr int LAST = D - 1, CELLS = 1 << Grid<D>::low(D);
+    DYNAMIC_SHARED(uint4, found);  // [LEAVES][ROWS]: the word of each leaf
     const Grid<D> grid{GRID};
     const Window window{WINDOW};
     const SiteTree tree{top, level_words, static_cast<int>(levels)};
-    const i64 m = static_cast<i64>(blockIdx.x) * THREADS + threadIdx.x;
-    if (m >= M) return;
-    i64 own[D + 1], leaf[D + 1];  // the leaves at the lower end
-    const bool exists = Rows<int, D>{target, count}.load(m, own);
-    bool across[D + 1] = {};  // whether places lie beyond them
-    leaf[0] = own[0];
+    const int t = threadIdx.x % ROWS, slice = threadIdx.x / ROWS;
+    const i64 m = static_cast<i64>(blockIdx.x) * ROWS + t;
+    i64 own[D + 1] = {};
+    const bool exists = m < M && Rows<int, D>{target, count}.load(m, own) && own[0] < grid.limit[0];
+    // Of the leaf that has the lowest place: its number. On each axis: from where it begins to the lowest place, or, for READERS,
+    // to the lowest from_start; whether it and the next one are in the grid and may be read; numbers from one to the next.
+    i64 number = own[0], step[D];
+    int begin[D], rest[D];
+    bool inside[D][2];
 #pragma unroll
     for (int axis = 0; axis < D; ++axis) {
-        i64 low, high;
-        window.template ends_of<READERS>(own[axis + 1], axis, low, high);
-        leaf[axis + 1] = low >> Grid<D>::low(axis + 1);
-        across[axis + 1] = high >> Grid<D>::low(axis + 1) > leaf[axis + 1];
-    }
-    i64 keys[LEAVES], at[LEAVES];
-#pragma unroll
-    for (int i = 0; i < LEAVES; ++i) {
-        i64 place[D + 1];
-        bool here = exists;
-        place[0] = leaf[0];
-#pragma unroll
-        for (int axis = 1; axis <= D; ++axis) {
-            const int beyond = i >> (D - axis) & 1;
-            here = here && (!beyond || across[axis]);
-            place[axis] = (leaf[axis] + beyond) * (1 << Grid<D>::low(axis));  // also where they are negative
+        const i64 reach = (window.kernel[axis] - 1) * window.dilation[axis], stride = window.stride[axis];
+        i64 low = own[axis + 1] * stride - window.padding[axis], most = reach;
+        if constexpr (READERS) {
+            const i64 from_start = own[axis + 1] + window.padding[axis] - reach;
+            low = from_start < 0 ? 0 : divide(from_start, stride);
+            rest[axis] = static_cast<int>(from_start - low * stride);
+            most = divide(reach + stride - 1, stride);
         }
-        keys[i] = here ? grid.key(place) : -1;
-        at[i] = keys[i] < 0 ? -1 : keys[i] >> (6 * tree.levels);
+        const int leaf = static_cast<int>(low) == low ? static_cast<int>(low) >> LOW[axis] : -2;  // or far outside
+        const u32 leaves = static_cast<u32>(grid.leaves[axis + 1]);
+        begin[axis] = static_cast<int>(low) & ((1 << LOW[axis]) - 1);
+        inside[axis][0] = static_cast<u32>(leaf) < leaves;
+        inside[axis][1] = (begin[axis] + static_cast<int>(most)) >> LOW[axis] && static_cast<u32>(leaf + 1) < leaves;
+        number = number * leaves + leaf;
     }
+    step[LAST] = 1;
+#pragma unroll
+    for (int axis = D - 2; axis >= 0; --axis) step[axis] = step[axis + 1] * grid.leaves[axis + 2];
+
+    i64 numbers[EACH], at[EACH];  // of leaves; the word that has one, in the level at hand
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        const int which = slice + i * SLICES;
+        bool here = exists && which < LEAVES;
+        numbers[i] = number;
+#pragma unroll
+        for (int axis = 0; axis < D; ++axis) {
+            const bool next = which >> (LAST - axis) & 1;
+            here &= inside[axis][next];
+            if (next) numbers[i] += step[axis];
+        }
+        at[i] = here ? numbers[i] >> 6 * (tree.levels - 1) : -1;
+    }
+#pragma unroll 1
     for (int level = 0; level < tree.levels - 1; ++level)
 #pragma unroll
-        for (int i = 0; i < LEAVES; ++i)
-            if (at[i] >= 0) at[i] = SiteTree::number(words[tree.first(level) + at[i]], tree.bit_of(keys[i], level));
+        for (int i = 0; i < EACH; ++i)
+            if (at[i] >= 0)
+                at[i] = SiteTree::number(words[tree.first(level) + at[i]],
+                                         static_cast<int>(numbers[i] >> 6 * (tree.levels - 2 - level)) & 63);
 #pragma unroll
-    for (int i = 0; i < LEAVES; ++i)
-        found[i][threadIdx.x] = at[i] < 0 ? zero<uint4>() : words[tree.first(tree.levels - 1) + at[i]];
+    for (int i = 0; i < EACH; ++i)
+        if (slice + i * SLICES < LEAVES)
+            found[(slice + i * SLICES) * ROWS + t] = at[i] < 0 ? zero<uint4>() : words[tree.first(tree.levels - 1) + at[i]];
+    if constexpr (SLICES > 1) __syncthreads();
+    if (m >= M) return;
 
-    // Add where cell r of the window lies on an axis to the number of its leaf and to the cell in it; whether it reads there.
-    const auto locate = [&](int axis, i64 r, int& number, int& cell) {
-        constexpr int AXIS_BITS[] = {Grid<D>::low(1), Grid<D>::low(D < 2 ? 1 : 2), Grid<D>::low(D < 3 ? 1 : 3), Grid<D>::low(D)};
-        const int bits = AXIS_BITS[axis];
-        i64 place;
-        if (!window.template place_of<READERS>(own[axis + 1], r, axis, place)) return false;
-        number = number << 1 | static_cast<int>((place >> bits) - leaf[axis + 1]);
-        cell = cell << bits | (static_cast<int>(place) & ((1 << bits) - 1));
+    // Where cell r of the window lies on an axis, from where the leaf begins; whether it reads there.
+    const auto locate = [&](int axis, int r, int& place) {
+        const int dilation = static_cast<int>(window.dilation[axis]);
+        place = begin[axis] + r * dilation;
+        if constexpr (READERS) {
+            const int from_start = rest[axis] + (static_cast<int>(window.kernel[axis]) - 1 - r) * dilation;
+            const u32 stride = static_cast<u32>(window.stride[axis]), reader = static_cast<u32>(from_start) / stride;
+            place = begin[axis] + static_cast<int>(reader);
+            return from_start >= 0 && reader * stride == static_cast<u32>(from_start);
+        }
         return true;
     };
-    int r[D] = {};
-    i64 taps = 1;
+    const int along = static_cast<int>(window.kernel[LAST]), runs = (along + TOGETHER - 1) / TOGETHER;
+    int r[D + 1] = {};  // one past the last line; the cells of a line on the other axes; and a run of it
+    const auto advance = [&](int by) {
+        r[D] += by;
 #pragma unroll
-    for (int axis = 0; axis < D; ++axis) taps *= window.kernel[axis];
-    for (i64 tap = 0; tap < taps;) {
+        for (int axis = D; axis > 0; --axis) {
+            const int size = axis == D ? runs : static_cast<int>(window.kernel[axis - 1]);
+#pragma unroll 1
+            for (; r[axis] >= size; r[axis] -= size) ++r[axis - 1];
+        }
+    };
+    for (advance(slice); r[0] == 0; advance(SLICES)) {
         bool reads = exists;
-        int number = 0, cell = 0;  // of the leaf; in it
+        int leaf = 0, cell = 0, line = 0;
 #pragma unroll
-        for (int axis = 0; axis < D - 1; ++axis) reads &= locate(axis, r[axis], number, cell);
-        for (int last = 0; last < window.kernel[D - 1]; ++last, ++tap) {
-            int its = number, its_cell = cell, row = -1;
-            if (reads && locate(D - 1, last, its, its_cell)) {
-                const i64 site = SiteTree::number(found[its][threadIdx.x], its_cell);
-                if (site >= 0 && site < N) row = order ? order[site] : static_cast<int>(site);
-            }
-            rows[tap * M + m] = row;
+        for (int axis = 0; axis < LAST; ++axis) {
+            int place;
+            reads &= locate(axis, r[axis + 1], place);
+            leaf = leaf << 1 | place >> LOW[axis];
+            cell = cell << LOW[axis] | (place & ((1 << LOW[axis]) - 1));
+            line = line * static_cast<int>(window.kernel[axis]) + r[axis + 1];
         }
+        Bits bits[2];  // of the two leaves beside each other on the last axis
+        int before[2];  // sites before them
 #pragma unroll
-        for (int axis = D - 2; axis >= 0; --axis) {
-            if (++r[axis] < window.kernel[axis]) break;
-            r[axis] = 0;
+        for (int next = 0; next < 2; ++next) {
+            const uint4 word = found[(reads ? 2 * leaf + next : 0) * ROWS + t];
+            const u64 set = reads ? SiteTree::bits(word) : 0;
+            const int at_cell = reads ? cell * CELLS % 64 : 0;
+            bits[next] = static_cast<Bits>(set >> at_cell);
+            before[next] = static_cast<int>(word.z) + __popcll(set & ((1ull << at_cell) - 1));
         }
+        const int first = r[D] * TOGETHER;
+        int sites[TOGETHER];
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i) {
+            int place;
+            const bool its = locate(LAST, first + i, place) && first + i < along;
+            const bool next = place >> LOW[LAST];
+            const Bits its_bits = next ? bits[1] : bits[0], bit = Bits(1) << (place & (CELLS - 1));
+            sites[i] = (next ? before[1] : before[0]) + count_bits(its_bits & (bit - 1));
+            if (!its || !(its_bits & bit) || sites[i] >= N) sites[i] = -1;
+        }
+        if (order) {
+            int given[TOGETHER];
+#pragma unroll
+            for (int i = 0; i < TOGETHER; ++i) given[i] = sites[i] < 0 ? -1 : order[sites[i]];
+#pragma unroll
+            for (int i = 0; i < TOGETHER; ++i) sites[i] = given[i];
+        }
+        int* its_rows = rows + static_cast<u64>(static_cast<u32>(line * along + first)) * static_cast<u32>(M) + m;
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i, its_rows += M)
+            if (first + i < along) *its_rows = sites[i];
     }
 }
 

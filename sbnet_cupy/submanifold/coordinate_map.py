@@ -265,10 +265,14 @@ class CoordinateMap(KeepingContainer):
         return packing_of(self.spatial_shape, self.batch_size, self.dimensions)
 
     def _tree(self):
-        """Return the tree that kernels find these sites in; kept."""
-        return self._keep(
-            "tree", lambda: map_kernels.tree_of(self.indices, self.count, self._packing())
-        )
+        """Return the tree that kernels find these sites in; kept, as is which rows hold a site."""
+
+        def make():
+            tree, valid = map_kernels.tree_of(self.indices, self.count, self._packing())
+            self._keep("valid", lambda: valid)
+            return tree
+
+        return self._keep("tree", make)
 
     def _find(self, coordinates):
         """Return the row of each site given by int64 columns: int32, -1 where there is none."""

@@ -14,6 +14,7 @@ import numpy as np
 from ..core import launch as kernels
 from ..core.arrays import empties, empty, is_cupy, namespace, place_name
 from ..core.compile import cpp_name
+from ..core.device import current_device
 from ..core.graph_memory import memory_of_graphs
 from .keys import Packing
 from .row_lists import thread_blocks
@@ -25,7 +26,9 @@ _MOST_AXES = 4
 _MOST_TOP = 1 << 19, 1 << 22
 _WORDS = 2048  # of a thread block of rank_words
 _MOST_ROWS = 2**31 - 2**16
-_MANY_ROWS = 2**16  # of which a thread each keeps a GPU busy
+# Where find_near_rows is faster: so many rows, and more places of a window for each leaf looked up.
+_MANY_ROWS, _MANY_PLACES = 12_000, 2
+_NEAR_ROWS = 64  # of a thread block of it
 MOST_LINES = 2**16 - 1  # of a window: thread blocks side by side
 _COUNTED = ("sum", "mean")  # modes of which the rows of a site are counted
 _NO_WINDOW = ((1,) * _MOST_AXES, (1,) * _MOST_AXES, (1,) * _MOST_AXES, (0,) * _MOST_AXES)
@@ -72,6 +75,7 @@ class Sites(NamedTuple):
     winners: Any  # int32 [capacity]: what is chosen of the rows of each site; None if not asked for
     sums: Any  # uint64: zeros for row_lists.py; None unless rows are counted
     inverse: Any  # int32 [n] or None
+    held: Any  # bool [n]: which of the given rows hold a site; None where the others are listed
     status: Any  # int32 [1]
 
     def cut(self, rows):
@@ -131,7 +135,7 @@ def distinct_sites(rows, packing, capacity, mode="first", *, count=None, window=
     window : (kernel, stride, dilation, padding), optional
         Look for all places that the rows read, or, if ``readers``, that read them.
     listed : bool
-        Whether to return ``indices``, ``valid`` and ``inverse``.
+        Whether to return ``indices``, ``valid`` and ``inverse``, or else ``held``.
     """
     with memory_of_graphs(rows):
         rows = namespace(rows).ascontiguousarray(rows)
@@ -149,13 +153,14 @@ def distinct_sites(rows, packing, capacity, mode="first", *, count=None, window=
             ((2 * _cleared(shape, listing),), np.uint64),
             ((capacity,), np.int32) if given else None,
         )
-        totals, status, indices, valid, inverse = empties(  # what they consist of
+        totals, status, indices, valid, inverse, held = empties(  # what they consist of
             rows,
             ((shape.levels,), np.int32),
             ((1,), np.int32),
             ((capacity, 1 + d), np.int32) if listed else None,
             ((capacity,), np.bool_) if listed else None,
             ((n,), np.int32) if listed and given else None,
+            None if listed else ((n,), np.bool_),
         )
     launches.clear(words, winners, status)
     for level, (mark, rank_words) in enumerate(launches.levels):
@@ -163,16 +168,19 @@ def distinct_sites(rows, packing, capacity, mode="first", *, count=None, window=
         sums = words[2 * shape.words + level * _blocks(shape) :]
         mark(rows, count, words, status)
         rank_words(words[2 * start :], sums, totals)
-    launches.place(rows, count, words, totals[-1:], status, indices, winners, valid, inverse)
+    launches.place(rows, count, words, totals[-1:], status, indices, winners, valid, inverse, held)
     tree = Tree(words, shape, packing, None, capacity)
     sums = words[len(words) - listing :] if listing else None
-    return Sites(tree, indices, totals[-1:], valid, winners, sums, inverse, status)
+    return Sites(tree, indices, totals[-1:], valid, winners, sums, inverse, held, status)
 
 
 def tree_of(indices, count, packing):
-    """Return the Tree of a list of sites in any order, of which the first of equal ones counts."""
+    """Return the Tree of a list of sites in any order, and which rows hold a site: bool [rows].
+
+    The first of equal sites counts.
+    """
     found = distinct_sites(indices, packing, len(indices), count=count, listed=False)
-    return found.tree._replace(order=found.winners)
+    return found.tree._replace(order=found.winners), found.held
 
 
 def find_rows(tree, target, count, window, readers):
@@ -281,7 +289,7 @@ def _launches(build, place):
     chosen = 2 if build.mode in _COUNTED else int(build.mode == "last")
     scalars = (*sizes, build.capacity, chosen, *geometry)
     placed = max(grid, -(-build.capacity // 256)) if build.listed else grid
-    return _Launches(clear, tuple(levels), prepare("place_sites", template, placed, 9, scalars))
+    return _Launches(clear, tuple(levels), prepare("place_sites", template, placed, 10, scalars))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -291,17 +299,30 @@ def _finder(targets, dimensions, sources, packing, shape, window, readers, place
         targets, sources, shape.top, shape.level_words, shape.levels, *_grid_scalars(packing),
         *_window_scalars(window),
     )  # fmt: skip
-    block, lines = 256, math.prod(window[0][:-1])
-    kernel, template, grid = "find_rows", (dimensions, readers), (-(-targets // block), lines)
-    if targets >= _MANY_ROWS and _is_near(packing, window, readers):
-        block = block if dimensions < _MOST_AXES else 128
-        kernel, template, grid = "find_near_rows", (*template, block), -(-targets // block)
-    return kernels.prepare(_MAPS, kernel, template, grid, block, 5, scalars, dependent=True)
+    template, each = (dimensions, readers), 256
+    if not _by_leaves(targets, packing, window, readers):
+        grid = (-(-targets // each), math.prod(window[0][:-1]))
+        return kernels.prepare(_MAPS, "find_rows", template, grid, each, 5, scalars, dependent=True)
+    slices, grid, device = 3 if targets < 2**18 else 2, -(-targets // _NEAR_ROWS), current_device()
+    needed, evenly = 16 * _NEAR_ROWS << dimensions, max(1, -(-grid // device.multiprocessors))
+    return kernels.prepare(
+        _MAPS, "find_near_rows", (*template, _NEAR_ROWS, slices), grid, _NEAR_ROWS * slices, 5,
+        scalars, shared=device.spread(needed, evenly), dependent=True,
+    )  # fmt: skip
+
+
+def _by_leaves(targets, packing, window, readers):
+    """Whether rows are found by the words of all leaves that a window may meet."""
+    many = targets >= _MANY_ROWS and math.prod(window[0]) > _MANY_PLACES << len(window[0])
+    return many and _is_near(packing, window, readers)
 
 
 def _is_near(packing, window, readers):
-    """Whether the places that a row reads lie in two leaves on each axis at most."""
-    return all(
+    """Whether the places that a row reads lie in two leaves on each axis at most.
+
+    Strides are limited, so that what the kernel counts from a leaf on fits 32 bits.
+    """
+    return max(window[1]) < 2**24 and all(
         (-(-(k - 1) * dilation // stride) if readers else (k - 1) * dilation) <= 1 << low
         for k, stride, dilation, low in zip(*window[:3], packing.low_bits[1:], strict=True)
     )

@@ -46,6 +46,7 @@ def test_kernel_maps(case, cupy, monkeypatch):
     results = []
     for chosen, many in ((False, 0), (True, 0), (True, 1 << 16)):
         monkeypatch.setattr(map_kernels, "_MANY_ROWS", many)
+        monkeypatch.setattr(map_kernels, "_MANY_PLACES", 0)
         map_kernels._finder.cache_clear()
         with by_kernels(chosen):
             results.append(make_maps(case, cupy.asarray))

@@ -105,6 +105,7 @@ def test_rows_that_raise_do_so_by_name():
 def test_kernel_maps(case, many, monkeypatch):
     """Also by the kernel for many rows."""
     monkeypatch.setattr(map_kernels, "_MANY_ROWS", many)
+    monkeypatch.setattr(map_kernels, "_MANY_PLACES", 0)
     expected, found = both(lambda: make_maps(case))
     for one, other in zip(found, expected, strict=True):
         assert_same_map(one, other)
@@ -126,6 +127,7 @@ def test_sites_in_an_order_of_their_own():
     for a, b in zip(found, expected, strict=True):
         assert_same(a.rows, b.rows)
         assert_same(a.target.indices, b.target.indices)
+    assert_same(found[0].source._kept["valid"], np.arange(len(listed)) < 43)
 
 
 def test_most_places_of_a_window():
@@ -141,6 +143,7 @@ def test_most_places_of_a_window():
 def test_windows_that_touch_a_leaf_more(monkeypatch):
     """The places between which a site's readers lie are in up to three leaves of four cells."""
     monkeypatch.setattr(map_kernels, "_MANY_ROWS", 0)
+    monkeypatch.setattr(map_kernels, "_MANY_PLACES", 0)
     rows, window = draw_sites(16, 300, (40, 4, 4)), {"stride": (2, 1, 1), "transposed": True}
 
     def make():
@@ -149,6 +152,24 @@ def test_windows_that_touch_a_leaf_more(monkeypatch):
 
     expected, found = both(make)
     assert_same_map(found, expected)
+
+
+@pytest.mark.parametrize("stride", [2**23, 2**25])
+def test_long_strides(stride, monkeypatch):
+    """Also strides with which places in a window are too far apart for 32 bits."""
+    monkeypatch.setattr(map_kernels, "_MANY_ROWS", 0)
+    monkeypatch.setattr(map_kernels, "_MANY_PLACES", 0)
+
+    rows = np.array([[0, 0], [0, 5], [0, 30], [1, 29], [1, 30]])
+
+    def maps():
+        sites, _ = sb.coordinate_map(rows, spatial_shape=31)
+        fine = sb.kernel_map(sites, 3, stride=stride, transposed=True)
+        return fine, sb.kernel_map(fine.target, 2, stride=stride)
+
+    expected, found = both(maps)
+    for a, b in zip(found, expected, strict=True):
+        assert_same_map(a, b)
 
 
 def test_new_sites_in_leaves_of_their_own():

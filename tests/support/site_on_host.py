@@ -83,7 +83,7 @@ def by_kernels():
         for name in MODULES:
             module = importlib.import_module(f"sbnet_cupy.submanifold.{name}")
             patch.setattr(module, "by_kernels", lambda array: True)
-        for module in (site_order, site_tiles):
+        for module in (map_kernels, site_order, site_tiles):
             patch.setattr(module, "current_device", lambda: AMPERE._replace(hopper=True))
         patch.setattr(relu_grad, "spec_of", spec_with_address)
         clear_launches()
