@@ -89,6 +89,8 @@ __global__ void __launch_bounds__(1024, 1)
     const int groups = 2 << blockIdx.x, blocks = static_cast<int>(shares);
     const i64 all = ceil_div<i64>(M, 32);
     const int tiles = static_cast<int>(ceil_div<i64>(all, groups)), rounds = ceil_div(tiles, blocks);
+    constexpr int EACH = 4;                          // threads that compare the load of a thread block with the others
+    const int padded = ceil_div(blocks, 32) * 32;    // whole warps
     turns += first_turn(groups * 32, M, shares);
     for (int tile = threadIdx.x; tile < tiles; tile += threads) {
         const int count = STORED + taps_of_tile(masks, tile, groups, all, words);
@@ -146,13 +148,17 @@ __global__ void __launch_bounds__(1024, 1)
     for (int round = 0; round < rounds; ++round) {
         const uint4* const before = loads[round % 2];
         const int left = tiles + cut - round * blocks, halves = blockIdx.x == 2 && !cut && 2 * left <= blocks;
-        for (int block = threadIdx.x; block < MOST_SHARES; block += threads) {
+        for (int block = threadIdx.x / EACH; block < padded; block += threads / EACH) {
             const u32 load = reinterpret_cast<const u32*>(before)[block];
             int less = 0;  // thread blocks that have less to do
-            for (int i = 0; i < ceil_div(blocks, 4); ++i) {
+#pragma unroll 4
+            for (int i = threadIdx.x % EACH; i < padded / 4; i += EACH) {
                 const uint4 four = before[i];
                 less += (four.x < load) + (four.y < load) + (four.z < load) + (four.w < load);
             }
+#pragma unroll
+            for (int apart = EACH / 2; apart > 0; apart /= 2) less += __shfl_xor_sync(0xffffffffu, less, apart);
+            if (threadIdx.x % EACH) continue;
             u32 more = 0;
             int its = NO_TILE;
             if (block < blocks && less < left << halves) {

@@ -40,14 +40,14 @@ __global__ void __launch_bounds__(THREADS)
              u32* __restrict__ places,    // [M]: digit << 16 | place among the rows of the block
              u16* __restrict__ counts,    // [parts, BINS]
              i64 M, i64 N, i64 taps, i64 columns, i64 side) {
-    __shared__ DigitRanks ranks;
+    DYNAMIC_SHARED(DigitRanks, ranks);
     overlap_launches(rows);
     const Bins its{static_cast<int>(taps), static_cast<int>(columns), static_cast<int>(side)};
-    ranks.clear();
+    ranks->clear();
     const i64 first = DigitRanks::first_row();
     u32 code[ROUNDS] = {}, last[ROUNDS] = {};  // by columns; the last BITS taps themselves
     int column = 0;
-#pragma unroll 4
+#pragma unroll 9
     for (int tap = 0; tap < its.taps; ++tap) {
         const u32 bits = its.bits(tap, column), bit = its.bit_of_last(tap);
         if (++column == its.columns) column = 0;
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(THREADS)
         if (first + r * 32 < M) bins[first + r * 32] = static_cast<I>(code[r]);
         code[r] = Bins::place(last[r]);
     }
-    ranks.write(code, places, counts, M);
+    ranks->write(code, places, counts, M);
 }
 
 // By another digit: the bin of each row.
@@ -74,9 +74,9 @@ __global__ void __launch_bounds__(THREADS)
     bin_digits(const I* __restrict__ bins,   // [M]: of each row
                const I* __restrict__ order,  // [M]: the rows as sorted by the lower digit
                u32* __restrict__ places, u16* __restrict__ counts, i64 M) {
-    __shared__ DigitRanks ranks;
+    DYNAMIC_SHARED(DigitRanks, ranks);
     overlap_launches(bins, order);
-    ranks.clear();
+    ranks->clear();
     const i64 first = DigitRanks::first_row();
     u32 digit[ROUNDS];
 #pragma unroll
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(THREADS)
         const i64 m = first + r * 32;
         digit[r] = m < M ? static_cast<u32>(bins[order[m]]) : 0;
     }
-    ranks.write(digit, places, counts, M);
+    ranks->write(digit, places, counts, M);
 }
 
 // before[part, bin] = rows of the bin in the parts before; totals[bin] = in all. Lanes have bins, warps shares of the parts.

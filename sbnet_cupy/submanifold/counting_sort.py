@@ -7,15 +7,22 @@ import numpy as np
 
 from ..core import launch as kernels
 from ..core.arrays import empties, empty
+from ..core.device import current_device
 
 PART, _BINS = 1024, 1 << 11  # rows of a thread block, and numbers: those of counting_sort.cuh
+_RANKS = 2 * 8 * _BINS  # bytes of its DigitRanks
 
 
 class CountingSort:
-    """The launches that sort lists of ``n`` rows, on the current device."""
+    """The launches that sort lists of ``n`` rows, on the current device.
+
+    Kernels that count have ``parts`` thread blocks with ``shared`` bytes of shared memory.
+    """
 
     def __init__(self, n):
         self.parts = -(-n // PART)
+        device = current_device()
+        self.shared = device.spread(_RANKS, max(1, -(-self.parts // device.multiprocessors)))
         self._n = n
         self._scan = _prepare("scan_bins", _BINS // 32, 1024, 3, (self.parts,))
         self._order = _prepare("order_rows", self.parts, 256, 5, (n,))
@@ -25,12 +32,12 @@ class CountingSort:
 
         But for the digit of each row, and the order of the rows so far.
         """
-        return _prepare("bin_digits", self.parts, 256, 4, (self._n,))
+        return _prepare("bin_digits", self.parts, 256, 4, (self._n,), self.shared)
 
     def order(self, count, like, before=None):
         """Return the rows in order, int32 ``[n]``; rows of the same number stay in theirs.
 
-        ``count`` launches the kernel that finds the numbers, ``parts`` thread blocks, and writes
+        ``count`` launches the kernel that finds the numbers, and writes
         each row's number and place in its part, and how many rows of each number a part has. If
         the rows are sorted already, by lower digits, their order is the one ``before``.
         """
@@ -45,7 +52,8 @@ class CountingSort:
         return order
 
 
-def _prepare(kernel, grid, block, pointers, scalars):
+def _prepare(kernel, grid, block, pointers, scalars, shared=0):
     return kernels.prepare(
-        "submanifold/site_order", kernel, ("int",), grid, block, pointers, scalars, dependent=True
-    )
+        "submanifold/site_order", kernel, ("int",), grid, block, pointers, scalars, shared,
+        dependent=True,
+    )  # fmt: skip

@@ -63,7 +63,8 @@ class _Launches:
         self._shape, self._counting = (taps, m), CountingSort(m)
         self._masks = (-(-m // GROUP), -(-taps // 32))
         size = (m, sources, taps)
-        self._bin = _prepare("bin_rows", self._counting.parts, 4, (*size, *sides))
+        counted = self._counting.parts, 4, (*size, *sides)
+        self._bin = _prepare("bin_rows", *counted, shared=self._counting.shared)
         several_digits = m >= _FEWEST_TWICE and taps > sides[0]
         self._by_bin = self._counting.by_bin() if several_digits else None
         grid = (-(-m // (4 * GROUP)), self._masks[1])
@@ -111,8 +112,10 @@ class _Launches:
         return self._counting.order(functools.partial(self._by_bin, bins, order), rows, order)
 
 
-def _prepare(kernel, grid, pointers, scalars, block=256, template=("int",)):
-    return kernels.prepare(_FILE, kernel, template, grid, block, pointers, scalars, dependent=True)
+def _prepare(kernel, grid, pointers, scalars, block=256, template=("int",), shared=0):
+    return kernels.prepare(
+        _FILE, kernel, template, grid, block, pointers, scalars, shared, dependent=True
+    )
 
 
 @functools.lru_cache(maxsize=1024)

@@ -11,6 +11,7 @@ from sbnet_cupy.core import operator
 from sbnet_cupy.core.device import Device
 from sbnet_cupy.core.spec import spec_of
 from sbnet_cupy.submanifold import (
+    counting_sort,
     map_kernels,
     relu_grad,
     row_lists,
@@ -83,7 +84,7 @@ def by_kernels():
         for name in MODULES:
             module = importlib.import_module(f"sbnet_cupy.submanifold.{name}")
             patch.setattr(module, "by_kernels", lambda array: True)
-        for module in (map_kernels, site_order, site_tiles):
+        for module in (counting_sort, map_kernels, site_order, site_tiles):
             patch.setattr(module, "current_device", lambda: AMPERE._replace(hopper=True))
         patch.setattr(relu_grad, "spec_of", spec_with_address)
         clear_launches()
