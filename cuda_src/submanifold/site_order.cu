@@ -34,7 +34,7 @@ struct Bins {
 };
 
 template <typename I>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, 4)
     bin_rows(const I* __restrict__ rows,  // [taps, M]
              I* __restrict__ bins,        // [M]: of each row; or null: the only digit
              u32* __restrict__ places,    // [M]: digit << 16 | place among the rows of the block
