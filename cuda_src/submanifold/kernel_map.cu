@@ -2,10 +2,10 @@
 //   rows[t, m] = row of the source at  target[m] * stride - padding + r(t) * dilation,  or -1
 // READERS: the same relation backwards, row of the source p with  target[m] = p * stride - padding + r(t) * dilation.
 // Source: see site_tree.cuh.  Python: sbnet_cupy/submanifold/kernel_map.py; launched by map_kernels.py
-// Launch: find_near_rows has a thread for each row of the target: for many rows, and windows that reach over two leaves on
-// each axis at most. find_rows has 256 rows of the target in blockIdx.x, and in blockIdx.y the lines of the window: its cells that
-// differ on the last axis only. A thread goes along a line. transpose_rows has a thread for each entry.
-// Why: for many rows the words of all leaves that a window meets are loaded once; then a neighbour is a bit test. For few, some
+// Launch: find_near_rows has ROWS rows of the target in a thread block: for many rows, and windows of several places that reach
+// over two leaves on each axis at most. find_rows has 256 rows of the target in blockIdx.x, and in blockIdx.y the lines of the
+// window: its cells that differ on the last axis only. A thread goes along a line. transpose_rows has a thread for each entry.
+// Why: for many rows the words of all leaves that a window meets are loaded once; then a line is a run of bits. For few, some
 // places of a line are looked up at once, each by loads of its own: a thread waits for one load a level.
 #include "submanifold/site_tree.cuh"
 
@@ -80,7 +80,7 @@ struct LeafLine<1> {
 DEVICE int count_bits(u32 bits) { return __popc(bits); }
 DEVICE int count_bits(u64 bits) { return __popcll(bits); }
 
-// The same where the places that a row reads lie in two leaves on each axis at most.
+// The same where the places that a row reads lie in two leaves on each axis at most, and strides are below 2^24.
 //   SLICES   threads for each row: the leaves are dealt to them, then runs of TOGETHER cells of the window's lines
 template <int D, bool READERS, int ROWS, int SLICES>
 __global__ void __launch_bounds__(ROWS * SLICES)
