@@ -80,7 +80,8 @@ struct LeafLine<1> {
 DEVICE int count_bits(u32 bits) { return __popc(bits); }
 DEVICE int count_bits(u64 bits) { return __popcll(bits); }
 
-// The same where the places that a row reads lie in two leaves on each axis at most, and strides are below 2^24.
+// The same where the places that a row reads lie in two leaves on each axis at most. READERS: strides are below 2^24, and rows that
+// hold a site have no negative coordinates; so all counts from where a leaf begins fit 32 bits.
 //   SLICES   threads for each row: the leaves are dealt to them, then runs of TOGETHER cells of the window's lines
 template <int D, bool READERS, int ROWS, int SLICES>
 __global__ void __launch_bounds__(ROWS * SLICES)

@@ -183,18 +183,19 @@ def tree_of(indices, count, packing):
     return found.tree._replace(order=found.winners), found.held
 
 
-def find_rows(tree, target, count, window, readers):
+def find_rows(tree, target, count, window, readers, found=False):
     """Return which row of a tree's list each row of ``target`` reads: int32 [taps, M].
 
     ``target`` is int32 [M, 1 + d], of which ``count`` rows hold a site. With ``readers`` rows read
-    what reads them through the window.
+    what reads them through the window. ``found`` says that kernels found the sites of the target,
+    which are in the grid then; others may be anything.
     """
     with memory_of_graphs(target):
         target = namespace(target).ascontiguousarray(target)
         rows = empty((math.prod(window[0]), len(target)), np.int32, target)
         launch = _finder(
             len(target), target.shape[1] - 1, tree.rows, tree.packing, tree.shape, window, readers,
-            place_name(target),
+            found, place_name(target),
         )  # fmt: skip
         launch(target, count, tree.words, tree.order, rows)
     return rows
@@ -293,14 +294,14 @@ def _launches(build, place):
 
 
 @functools.lru_cache(maxsize=1024)
-def _finder(targets, dimensions, sources, packing, shape, window, readers, place):
+def _finder(targets, dimensions, sources, packing, shape, window, readers, found, place):
     """Prepare the launch of find_rows on the current device."""
     scalars = (
         targets, sources, shape.top, shape.level_words, shape.levels, *_grid_scalars(packing),
         *_window_scalars(window),
     )  # fmt: skip
     template, each = (dimensions, readers), 256
-    if not _by_leaves(targets, packing, window, readers):
+    if (readers and not found) or not _by_leaves(targets, packing, window, readers):
         grid = (-(-targets // each), math.prod(window[0][:-1]))
         return kernels.prepare(_MAPS, "find_rows", template, grid, each, 5, scalars, dependent=True)
     slices, grid, device = 3 if targets < 2**18 else 2, -(-targets // _NEAR_ROWS), current_device()

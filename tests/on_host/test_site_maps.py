@@ -154,6 +154,29 @@ def test_windows_that_touch_a_leaf_more(monkeypatch):
     assert_same_map(found, expected)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_targets_of_any_numbers(transposed, monkeypatch):
+    """Rows of a list that no function made: those far outside of the grid read nothing."""
+    monkeypatch.setattr(map_kernels, "_MANY_ROWS", 0)
+    monkeypatch.setattr(map_kernels, "_MANY_PLACES", 0)
+    least, most = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+    wild = [least, least + 1, -2, -1, 0, 1, 8, 9, most - 1, most]
+    rows = np.array([(sample, *place) for sample in (0, 1, 5, most, -1, least)
+                     for place in itertools.product(wild, wild)], np.int32)  # fmt: skip
+    sites = draw_sites(18, 40, (9, 9))
+
+    def make():
+        source, _ = sb.coordinate_map(sites, spatial_shape=(9, 9), batch_size=2)
+        onto = sb.CoordinateMap(rows, np.array([len(rows)], np.int32), (9, 9), 2)
+        return sb.kernel_map(source, 3, padding=1, onto=onto, transposed=transposed)
+
+    expected, found = both(make)
+    inside = ((rows >= 0) & (rows < (2, 9, 9))).all(axis=1)
+    assert_same(found.rows[:, inside], expected.rows[:, inside])
+    far = ((rows < (0, -2, -2)) | (rows > (1, 10, 10))).any(axis=1)
+    assert inside.any() and far.any() and (found.rows[:, far] == -1).all()
+
+
 @pytest.mark.parametrize("stride", [2**23, 2**25])
 def test_long_strides(stride, monkeypatch):
     """Also strides with which places in a window are too far apart for 32 bits."""
