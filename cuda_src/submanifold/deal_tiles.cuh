@@ -89,8 +89,8 @@ __global__ void __launch_bounds__(1024, 1)
     const int groups = 2 << blockIdx.x, blocks = static_cast<int>(shares);
     const i64 all = ceil_div<i64>(M, 32);
     const int tiles = static_cast<int>(ceil_div<i64>(all, groups)), rounds = ceil_div(tiles, blocks);
-    constexpr int EACH = 4;                          // threads that compare the load of a thread block with the others
-    const int padded = ceil_div(blocks, 32) * 32;    // whole warps
+    constexpr int EACH = 4;  // threads that compare the load of a thread block with the others
+    const int padded = ceil_div(blocks, 32) * 32;  // whole warps
     turns += first_turn(groups * 32, M, shares);
     for (int tile = threadIdx.x; tile < tiles; tile += threads) {
         const int count = STORED + taps_of_tile(masks, tile, groups, all, words);

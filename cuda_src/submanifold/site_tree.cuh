@@ -66,19 +66,6 @@ struct Window {
     DEVICE bool place_of(i64 p, i64 r, int axis, i64& place) const {
         return READERS ? reader_of(p, r, axis, place) : read_by(p, r, axis, place);
     }
-    // The lowest and the highest place of all cells of the kernel, at most; p is not negative.
-    template <bool READERS>
-    DEVICE void ends_of(i64 p, int axis, i64& low, i64& high) const {
-        const i64 reach = (kernel[axis] - 1) * dilation[axis];
-        if (READERS) {
-            const i64 first = p + padding[axis] - reach;
-            low = first < 0 ? 0 : divide(first, stride[axis]);
-            high = divide(p + padding[axis], stride[axis]);
-        } else {
-            low = p * stride[axis] - padding[axis];
-            high = low + reach;
-        }
-    }
 };
 #define WINDOW_PARAMETERS                                                                                             \
     i64 k0, i64 k1, i64 k2, i64 k3, i64 s0, i64 s1, i64 s2, i64 s3, i64 d0, i64 d1, i64 d2, i64 d3, i64 p0, i64 p1,   \

@@ -37,9 +37,9 @@ class CountingSort:
     def order(self, count, like, before=None):
         """Return the rows in order, int32 ``[n]``; rows of the same number stay in theirs.
 
-        ``count`` launches the kernel that finds the numbers, and writes
-        each row's number and place in its part, and how many rows of each number a part has. If
-        the rows are sorted already, by lower digits, their order is the one ``before``.
+        ``count`` launches the kernel that finds the numbers, and writes each row's number and place
+        in its part, and how many rows of each number a part has. If the rows are sorted already, by
+        lower digits, their order is the one ``before``.
         """
         each = self.parts, _BINS
         places, counts, sums, totals = empties(
