@@ -68,29 +68,16 @@ __global__ void __launch_bounds__(256, 4)
     }
 }
 
-// Bits of a leaf's word that are a line of its cells along the last axis, from bit 0 on; others may follow.
-template <int D>
-struct LeafLine {
-    using Bits = u32;
-};
-template <>
-struct LeafLine<1> {
-    using Bits = u64;
-};
-DEVICE int count_bits(u32 bits) { return __popc(bits); }
-DEVICE int count_bits(u64 bits) { return __popcll(bits); }
-
-// The same where the places that a row reads lie in two leaves on each axis at most. READERS: strides are below 2^24, and rows that
-// hold a site have no negative coordinates; so all counts from where a leaf begins fit 32 bits.
+// The same, but for READERS, where the places that a row reads lie in two leaves on each axis at most. For two axes and more.
 //   SLICES   threads for each row: the leaves are dealt to them, then runs of TOGETHER cells of the window's lines
-template <int D, bool READERS, int ROWS, int SLICES>
+template <int D, int ROWS, int SLICES>
 __global__ void __launch_bounds__(ROWS * SLICES)
     find_near_rows(const int* __restrict__ target, const int* __restrict__ count, const uint4* __restrict__ words,
                    const int* __restrict__ order, int* __restrict__ rows,  // as for find_rows
                    i64 M, i64 N, i64 top, i64 level_words, i64 levels, GRID_PARAMETERS, WINDOW_PARAMETERS) {
     overlap_launches(target, count, words, order);
-    using Bits = typename LeafLine<D>::Bits;
     constexpr int LEAVES = 1 << D, EACH = (LEAVES + SLICES - 1) / SLICES;
+    static_assert(D > 1, "a line of a leaf fits 32 bits");
     constexpr int LOW[] = {Grid<D>::low(1), Grid<D>::low(D < 2 ? 1 : 2), Grid<D>::low(D < 3 ? 1 : 3), Grid<D>::low(D)};
     constexpr int LAST = D - 1, CELLS = 1 << Grid<D>::low(D);
     DYNAMIC_SHARED(uint4, found);  // [LEAVES][ROWS]: the word of each leaf
@@ -101,26 +88,20 @@ __global__ void __launch_bounds__(ROWS * SLICES)
     const i64 m = static_cast<i64>(blockIdx.x) * ROWS + t;
     i64 own[D + 1] = {};
     const bool exists = m < M && Rows<int, D>{target, count}.load(m, own) && own[0] < grid.limit[0];
-    // Of the leaf that has the lowest place: its number. On each axis: from where it begins to the lowest place, or, for READERS,
-    // to the lowest from_start; whether it and the next one are in the grid and may be read; numbers from one to the next.
+    // Of the leaf that has the lowest place: its number. On each axis: the cell of that place in it; whether the leaf and the next
+    // one are in the grid and may be read; numbers from one to the next.
     i64 number = own[0], step[D];
-    int begin[D], rest[D];
+    int begin[D];
     bool inside[D][2];
 #pragma unroll
     for (int axis = 0; axis < D; ++axis) {
-        const i64 reach = (window.kernel[axis] - 1) * window.dilation[axis], stride = window.stride[axis];
-        i64 low = own[axis + 1] * stride - window.padding[axis], most = reach;
-        if constexpr (READERS) {
-            const i64 from_start = own[axis + 1] + window.padding[axis] - reach;
-            low = from_start < 0 ? 0 : divide(from_start, stride);
-            rest[axis] = static_cast<int>(from_start - low * stride);
-            most = divide(reach + stride - 1, stride);
-        }
+        const i64 reach = (window.kernel[axis] - 1) * window.dilation[axis];
+        const i64 low = own[axis + 1] * window.stride[axis] - window.padding[axis];
         const int leaf = static_cast<int>(low) == low ? static_cast<int>(low) >> LOW[axis] : -2;  // or far outside
         const u32 leaves = static_cast<u32>(grid.leaves[axis + 1]);
         begin[axis] = static_cast<int>(low) & ((1 << LOW[axis]) - 1);
         inside[axis][0] = static_cast<u32>(leaf) < leaves;
-        inside[axis][1] = (begin[axis] + static_cast<int>(most)) >> LOW[axis] && static_cast<u32>(leaf + 1) < leaves;
+        inside[axis][1] = (begin[axis] + static_cast<int>(reach)) >> LOW[axis] && static_cast<u32>(leaf + 1) < leaves;
         number = number * leaves + leaf;
     }
     step[LAST] = 1;
@@ -154,19 +135,10 @@ __global__ void __launch_bounds__(ROWS * SLICES)
             found[(slice + i * SLICES) * ROWS + t] = at[i] < 0 ? zero<uint4>() : words[tree.first(tree.levels - 1) + at[i]];
     if constexpr (SLICES > 1) __syncthreads();
     if (m >= M) return;
+    const bool reads = exists && m < M;
 
-    // Where cell r of the window lies on an axis, from where the leaf begins; whether it reads there.
-    const auto locate = [&](int axis, int r, int& place) {
-        const int dilation = static_cast<int>(window.dilation[axis]);
-        place = begin[axis] + r * dilation;
-        if constexpr (READERS) {
-            const int from_start = rest[axis] + (static_cast<int>(window.kernel[axis]) - 1 - r) * dilation;
-            const u32 stride = static_cast<u32>(window.stride[axis]), reader = static_cast<u32>(from_start) / stride;
-            place = begin[axis] + static_cast<int>(reader);
-            return from_start >= 0 && reader * stride == static_cast<u32>(from_start);
-        }
-        return true;
-    };
+    // Where cell r of the window lies on an axis, from where the leaf begins.
+    const auto place_of = [&](int axis, int r) { return begin[axis] + r * static_cast<int>(window.dilation[axis]); };
     const int along = static_cast<int>(window.kernel[LAST]), runs = (along + TOGETHER - 1) / TOGETHER;
     int r[D + 1] = {};  // one past the last line; the cells of a line on the other axes; and a run of it
     const auto advance = [&](int by) {
@@ -179,36 +151,33 @@ __global__ void __launch_bounds__(ROWS * SLICES)
         }
     };
     for (advance(slice); r[0] == 0; advance(SLICES)) {
-        bool reads = exists;
         int leaf = 0, cell = 0, line = 0;
 #pragma unroll
         for (int axis = 0; axis < LAST; ++axis) {
-            int place;
-            reads &= locate(axis, r[axis + 1], place);
+            const int place = place_of(axis, r[axis + 1]);
             leaf = leaf << 1 | place >> LOW[axis];
             cell = cell << LOW[axis] | (place & ((1 << LOW[axis]) - 1));
             line = line * static_cast<int>(window.kernel[axis]) + r[axis + 1];
         }
-        Bits bits[2];  // of the two leaves beside each other on the last axis
+        u32 bits[2];  // a line of cells in each of two leaves beside each other on the last axis; others follow
         int before[2];  // sites before them
 #pragma unroll
         for (int next = 0; next < 2; ++next) {
             const uint4 word = found[(reads ? 2 * leaf + next : 0) * ROWS + t];
             const u64 set = reads ? SiteTree::bits(word) : 0;
             const int at_cell = reads ? cell * CELLS % 64 : 0;
-            bits[next] = static_cast<Bits>(set >> at_cell);
+            bits[next] = static_cast<u32>(set >> at_cell);
             before[next] = static_cast<int>(word.z) + __popcll(set & ((1ull << at_cell) - 1));
         }
         const int first = r[D] * TOGETHER;
         int sites[TOGETHER];
 #pragma unroll
         for (int i = 0; i < TOGETHER; ++i) {
-            int place;
-            const bool its = locate(LAST, first + i, place) && first + i < along;
+            const int place = place_of(LAST, first + i);
             const bool next = place >> LOW[LAST];
-            const Bits its_bits = next ? bits[1] : bits[0], bit = Bits(1) << (place & (CELLS - 1));
-            sites[i] = (next ? before[1] : before[0]) + count_bits(its_bits & (bit - 1));
-            if (!its || !(its_bits & bit) || sites[i] >= N) sites[i] = -1;
+            const u32 its_bits = next ? bits[1] : bits[0], bit = 1u << (place & (CELLS - 1));
+            sites[i] = (next ? before[1] : before[0]) + __popc(its_bits & (bit - 1));
+            if (first + i >= along || !(its_bits & bit) || sites[i] >= N) sites[i] = -1;
         }
         if (order) {
             int given[TOGETHER];

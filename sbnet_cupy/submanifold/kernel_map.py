@@ -444,8 +444,7 @@ def _transposed_map(coarse, window, onto, output_padding, capacity):
     """Return the map of a transposed convolution that reads ``coarse``."""
     fine = fine_sites(coarse, window, output_padding, capacity) if onto is None else onto
     if kernels_find(fine, window):
-        found = onto is None
-        rows = map_kernels.find_rows(coarse._tree(), fine.indices, fine.count, window, True, found)
+        rows = map_kernels.find_rows(coarse._tree(), fine.indices, fine.count, window, True)
         return KernelMap(rows, coarse, fine, window.kernel)
     forward = _map(fine, window, coarse, output_padding, capacity)
     return forward.transposed()

@@ -183,19 +183,18 @@ def tree_of(indices, count, packing):
     return found.tree._replace(order=found.winners), found.held
 
 
-def find_rows(tree, target, count, window, readers, found=False):
+def find_rows(tree, target, count, window, readers):
     """Return which row of a tree's list each row of ``target`` reads: int32 [taps, M].
 
     ``target`` is int32 [M, 1 + d], of which ``count`` rows hold a site. With ``readers`` rows read
-    what reads them through the window. ``found`` says that kernels found the sites of the target,
-    which are in the grid then; others may be anything.
+    what reads them through the window.
     """
     with memory_of_graphs(target):
         target = namespace(target).ascontiguousarray(target)
         rows = empty((math.prod(window[0]), len(target)), np.int32, target)
         launch = _finder(
             len(target), target.shape[1] - 1, tree.rows, tree.packing, tree.shape, window, readers,
-            found, place_name(target),
+            place_name(target),
         )  # fmt: skip
         launch(target, count, tree.words, tree.order, rows)
     return rows
@@ -294,39 +293,35 @@ def _launches(build, place):
 
 
 @functools.lru_cache(maxsize=1024)
-def _finder(targets, dimensions, sources, packing, shape, window, readers, found, place):
+def _finder(targets, dimensions, sources, packing, shape, window, readers, place):
     """Prepare the launch of find_rows on the current device."""
     scalars = (
         targets, sources, shape.top, shape.level_words, shape.levels, *_grid_scalars(packing),
         *_window_scalars(window),
     )  # fmt: skip
-    template, each = (dimensions, readers), 256
-    if (readers and not found) or not _by_leaves(targets, packing, window, readers):
-        grid = (-(-targets // each), math.prod(window[0][:-1]))
+    each, device = 256, current_device()
+    if readers or not _by_leaves(targets, packing, window):
+        template, grid = (dimensions, readers), (-(-targets // each), math.prod(window[0][:-1]))
         return kernels.prepare(_MAPS, "find_rows", template, grid, each, 5, scalars, dependent=True)
-    slices, grid, device = 3 if targets < 2**18 else 2, -(-targets // _NEAR_ROWS), current_device()
+    slices, grid = 3 if targets < 2**18 else 2, -(-targets // _NEAR_ROWS)
     needed, evenly = 16 * _NEAR_ROWS << dimensions, max(1, -(-grid // device.multiprocessors))
+    template = dimensions, _NEAR_ROWS, slices
     return kernels.prepare(
-        _MAPS, "find_near_rows", (*template, _NEAR_ROWS, slices), grid, _NEAR_ROWS * slices, 5,
-        scalars, shared=device.spread(needed, evenly), dependent=True,
+        _MAPS, "find_near_rows", template, grid, _NEAR_ROWS * slices, 5, scalars,
+        shared=device.spread(needed, evenly), dependent=True,
     )  # fmt: skip
 
 
-def _by_leaves(targets, packing, window, readers):
-    """Whether rows are found by the words of all leaves that a window may meet."""
-    many = targets >= _MANY_ROWS and math.prod(window[0]) > _MANY_PLACES << len(window[0])
-    return many and _is_near(packing, window, readers)
+def _by_leaves(targets, packing, window):
+    """Whether rows are found by the words of all leaves that a window may meet.
 
-
-def _is_near(packing, window, readers):
-    """Whether the places that a row reads lie in two leaves on each axis at most.
-
-    Strides are limited, so that what the kernel counts from a leaf on fits 32 bits.
+    The places that a row reads must lie in two leaves on each axis at most, of two axes or more.
     """
-    return max(window[1]) < 2**24 and all(
-        (-(-(k - 1) * dilation // stride) if readers else (k - 1) * dilation) <= 1 << low
-        for k, stride, dilation, low in zip(*window[:3], packing.low_bits[1:], strict=True)
-    )
+    kernel, _, dilations, _ = window
+    several = len(kernel) > 1 and math.prod(kernel) > _MANY_PLACES << len(kernel)
+    axes = zip(kernel, dilations, packing.low_bits[1:], strict=True)
+    near = all((k - 1) * dilation <= 1 << low for k, dilation, low in axes)
+    return targets >= _MANY_ROWS and several and near
 
 
 @functools.lru_cache(maxsize=1024)

@@ -140,20 +140,6 @@ def test_most_places_of_a_window():
         assert map_kernels.most_places(window, readers=False) == kernel
 
 
-def test_windows_that_touch_a_leaf_more(monkeypatch):
-    """The places between which a site's readers lie are in up to three leaves of four cells."""
-    monkeypatch.setattr(map_kernels, "_MANY_ROWS", 0)
-    monkeypatch.setattr(map_kernels, "_MANY_PLACES", 0)
-    rows, window = draw_sites(16, 300, (40, 4, 4)), {"stride": (2, 1, 1), "transposed": True}
-
-    def make():
-        sites, _ = sb.coordinate_map(rows, spatial_shape=(40, 4, 4), batch_size=2)
-        return sb.kernel_map(sites, (10, 1, 1), **window)
-
-    expected, found = both(make)
-    assert_same_map(found, expected)
-
-
 @pytest.mark.parametrize("transposed", [False, True])
 def test_targets_of_any_numbers(transposed, monkeypatch):
     """Rows of a list that no function made: those far outside of the grid read nothing."""
@@ -179,7 +165,7 @@ def test_targets_of_any_numbers(transposed, monkeypatch):
 
 @pytest.mark.parametrize("stride", [2**23, 2**25])
 def test_long_strides(stride, monkeypatch):
-    """Also strides with which places in a window are too far apart for 32 bits."""
+    """Numbers of places in a window that are far apart."""
     monkeypatch.setattr(map_kernels, "_MANY_ROWS", 0)
     monkeypatch.setattr(map_kernels, "_MANY_PLACES", 0)
 
