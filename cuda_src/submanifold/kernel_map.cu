@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(ROWS * SLICES)
 #pragma unroll
         for (int axis = 0; axis < D; ++axis) {
             const bool next = which >> (LAST - axis) & 1;
-            here &= inside[axis][next];
+            here &= next ? inside[axis][1] : inside[axis][0];
             if (next) numbers[i] += step[axis];
         }
         at[i] = here ? numbers[i] >> 6 * (tree.levels - 1) : -1;
@@ -135,7 +135,6 @@ __global__ void __launch_bounds__(ROWS * SLICES)
             found[(slice + i * SLICES) * ROWS + t] = at[i] < 0 ? zero<uint4>() : words[tree.first(tree.levels - 1) + at[i]];
     if constexpr (SLICES > 1) __syncthreads();
     if (m >= M) return;
-    const bool reads = exists && m < M;
 
     // Where cell r of the window lies on an axis, from where the leaf begins.
     const auto place_of = [&](int axis, int r) { return begin[axis] + r * static_cast<int>(window.dilation[axis]); };
@@ -163,9 +162,9 @@ __global__ void __launch_bounds__(ROWS * SLICES)
         int before[2];  // sites before them
 #pragma unroll
         for (int next = 0; next < 2; ++next) {
-            const uint4 word = found[(reads ? 2 * leaf + next : 0) * ROWS + t];
-            const u64 set = reads ? SiteTree::bits(word) : 0;
-            const int at_cell = reads ? cell * CELLS % 64 : 0;
+            const uint4 word = found[(2 * leaf + next) * ROWS + t];
+            const u64 set = SiteTree::bits(word);
+            const int at_cell = cell * CELLS;
             bits[next] = static_cast<u32>(set >> at_cell);
             before[next] = static_cast<int>(word.z) + __popcll(set & ((1ull << at_cell) - 1));
         }

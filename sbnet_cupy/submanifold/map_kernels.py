@@ -303,7 +303,7 @@ def _finder(targets, dimensions, sources, packing, shape, window, readers, place
     if readers or not _by_leaves(targets, packing, window):
         template, grid = (dimensions, readers), (-(-targets // each), math.prod(window[0][:-1]))
         return kernels.prepare(_MAPS, "find_rows", template, grid, each, 5, scalars, dependent=True)
-    slices, grid = 3 if targets < 2**18 else 2, -(-targets // _NEAR_ROWS)
+    slices, grid = 3 if targets < 2**18 and dimensions < 4 else 2, -(-targets // _NEAR_ROWS)
     needed, evenly = 16 * _NEAR_ROWS << dimensions, max(1, -(-grid // device.multiprocessors))
     template = dimensions, _NEAR_ROWS, slices
     return kernels.prepare(
