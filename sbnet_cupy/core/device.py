@@ -32,6 +32,13 @@ class Device(NamedTuple):
         """
         return max(shared, self.shared_of(blocks + 1) + 128)
 
+    def spread_evenly(self, shared, blocks):
+        """Return shared memory, no less, with which so many thread blocks in all are dealt evenly.
+
+        No multiprocessor has room for more of them than an even deal would give it.
+        """
+        return self.spread(shared, max(1, -(-blocks // self.multiprocessors)))
+
 
 @functools.cache
 def driver():

@@ -21,8 +21,7 @@ class CountingSort:
 
     def __init__(self, n):
         self.parts = -(-n // PART)
-        device = current_device()
-        self.shared = device.spread(_RANKS, max(1, -(-self.parts // device.multiprocessors)))
+        self.shared = current_device().spread_evenly(_RANKS, self.parts)
         self._n = n
         self._scan = _prepare("scan_bins", _BINS // 32, 1024, 3, (self.parts,))
         self._order = _prepare("order_rows", self.parts, 256, 5, (n,))

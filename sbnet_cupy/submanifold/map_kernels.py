@@ -299,16 +299,14 @@ def _finder(targets, dimensions, sources, packing, shape, window, readers, place
         targets, sources, shape.top, shape.level_words, shape.levels, *_grid_scalars(packing),
         *_window_scalars(window),
     )  # fmt: skip
-    each, device = 256, current_device()
     if readers or not _by_leaves(targets, packing, window):
-        template, grid = (dimensions, readers), (-(-targets // each), math.prod(window[0][:-1]))
-        return kernels.prepare(_MAPS, "find_rows", template, grid, each, 5, scalars, dependent=True)
+        template, grid = (dimensions, readers), (-(-targets // 256), math.prod(window[0][:-1]))
+        return kernels.prepare(_MAPS, "find_rows", template, grid, 256, 5, scalars, dependent=True)
     slices, grid = 3 if targets < 2**18 and dimensions < 4 else 2, -(-targets // _NEAR_ROWS)
-    needed, evenly = 16 * _NEAR_ROWS << dimensions, max(1, -(-grid // device.multiprocessors))
-    template = dimensions, _NEAR_ROWS, slices
+    template, needed = (dimensions, _NEAR_ROWS, slices), 16 * _NEAR_ROWS << dimensions
     return kernels.prepare(
         _MAPS, "find_near_rows", template, grid, _NEAR_ROWS * slices, 5, scalars,
-        shared=device.spread(needed, evenly), dependent=True,
+        shared=current_device().spread_evenly(needed, grid), dependent=True,
     )  # fmt: skip
 
 

@@ -86,16 +86,15 @@ def _slots(taps, rows):
 @functools.lru_cache(maxsize=1024)
 def _launch(taps, m, sources, offsets, shape, place):
     """Prepare the launch on the current device."""
-    tiles, device = -(-m // shape.rows), current_device()
+    tiles = -(-m // shape.rows)
     slices = _slices(shape.rows, tiles)
     each = (32 if taps <= 32 else MOST_TAPS) // slices
     template = "int", shape.rows, _slots(taps, shape.rows), slices, each, offsets is not None
     needed = shared_bytes(taps, shape.rows, slices)
-    evenly = max(1, -(-tiles // device.multiprocessors))
     return kernels.prepare(
         _FILE, "tile_rows", template, tiles, slices * shape.rows, 6,
         (m, sources, taps, shape.most, *_added(offsets), _factors(offsets)),
-        shared=device.spread(needed, evenly), dependent=True,
+        shared=current_device().spread_evenly(needed, tiles), dependent=True,
     )  # fmt: skip
 
 
