@@ -20,6 +20,7 @@ from .layers import mask_conv2d, sparse_conv2d, sparse_res_block_bottleneck  # n
 from .ops import reduce_mask, sparse_gather, sparse_scatter, sparse_scatter_var  # noqa: E402
 from .sparsify import sparsify  # noqa: E402
 from .submanifold import (  # noqa: E402
+    compile_ahead,
     coordinate_map,
     dense_to_sparse,
     global_pool,
@@ -41,10 +42,10 @@ from .submanifold import (  # noqa: E402
 )
 
 __all__ = [
-    "calc_block_params", "calc_block_params_res_block", "coordinate_map", "dense_to_sparse",
-    "global_pool", "graphed", "inverse_conv", "kernel_map", "mask_conv2d", "masked_batch_norm",
-    "nn", "reduce_mask", "site_conv", "sparse_avg_pool", "sparse_conv2d", "sparse_gather",
-    "sparse_max_pool", "sparse_res_block_bottleneck", "sparse_scatter", "sparse_scatter_var",
-    "sparse_tensor", "sparse_to_dense", "sparse_unfold", "sparse_unpool", "sparsify",
-    "strided_conv", "submanifold_conv", "transposed_conv", "voxelize",
+    "calc_block_params", "calc_block_params_res_block", "compile_ahead", "coordinate_map",
+    "dense_to_sparse", "global_pool", "graphed", "inverse_conv", "kernel_map", "mask_conv2d",
+    "masked_batch_norm", "nn", "reduce_mask", "site_conv", "sparse_avg_pool", "sparse_conv2d",
+    "sparse_gather", "sparse_max_pool", "sparse_res_block_bottleneck", "sparse_scatter",
+    "sparse_scatter_var", "sparse_tensor", "sparse_to_dense", "sparse_unfold", "sparse_unpool",
+    "sparsify", "strided_conv", "submanifold_conv", "transposed_conv", "voxelize",
 ]  # fmt: skip

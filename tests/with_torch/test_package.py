@@ -25,10 +25,10 @@ PUBLIC = {
     "sparsify",
 }
 SITES = {
-    "coordinate_map", "dense_to_sparse", "global_pool", "graphed", "inverse_conv", "kernel_map",
-    "masked_batch_norm", "site_conv", "sparse_avg_pool", "sparse_max_pool", "sparse_tensor",
-    "sparse_to_dense", "sparse_unfold", "sparse_unpool", "strided_conv", "submanifold_conv",
-    "transposed_conv", "voxelize",
+    "compile_ahead", "coordinate_map", "dense_to_sparse", "global_pool", "graphed", "inverse_conv",
+    "kernel_map", "masked_batch_norm", "site_conv", "sparse_avg_pool", "sparse_max_pool",
+    "sparse_tensor", "sparse_to_dense", "sparse_unfold", "sparse_unpool", "strided_conv",
+    "submanifold_conv", "transposed_conv", "voxelize",
 }  # fmt: skip
 PUBLIC |= SITES
 

@@ -585,3 +585,121 @@ def test_graphs_at_sites_compile_at_once(st, require, cold, training, layers):
         assert again or (len(cold) > 12 and alone == {"submanifold/coordinate_map"})
         cold.clear()
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("layers", [False, True])
+def test_eager_calls_at_sites_compile_at_once(st, require, cold, training, layers):
+    """A Sequential before its first call by itself, other networks where they are told to."""
+    device = on_device(require, torch, "cuda")
+    torch.manual_seed(training)
+    from sbnet_cupy.torch import scn
+
+    net = (layers_at_sites(scn, 24) if layers else AtSites(24)).to(device).half().train(training)
+    points = torch.rand(3000, 3, device=device) * (33 if layers else 8)
+    given = points.long() if layers else points, torch.randn(3000, 4, device=device).half()
+    given = (list(given),) if layers else given
+    before = copy.deepcopy(net.state_dict())
+    with torch.set_grad_enabled(training):
+        if not layers:
+            assert st.compile_ahead(net, *given) is net and cold
+            assert all(map(torch.equal, net.state_dict().values(), before.values()))
+            cold_before = len(cold)
+        y = net(*given)
+        if training:
+            torch.autograd.grad(y, list(net.parameters()), torch.cos(y.detach()))
+    assert layers or len(cold) == cold_before
+    alone = {what[0] for by, what in cold if "ThreadPool" not in by}
+    assert len(cold) > 8 and alone == {"submanifold/coordinate_map"}
+
+
+def on_gpu(monkeypatch):
+    """Let eager calls at sites be taken for calls on a GPU."""
+    from sbnet_cupy.torch.submanifold import ahead
+
+    monkeypatch.setattr(ahead, "_on_gpu", lambda net, tensors: next(iter(tensors), None))
+    return ahead
+
+
+def test_the_first_eager_call_of_a_kind_at_sites_is_rehearsed(st, rehearsed, monkeypatch):
+    """Of another size, dtype and mode, with gradients; not where it could have an effect."""
+    from sbnet_cupy.torch import scn
+
+    on_gpu(monkeypatch)
+    done, notes = rehearsed
+    net = layers_at_sites(scn, 4).eval()
+    inner = []
+    net[0][1].register_forward_hook(lambda *given: inner.append(len(done)))
+    points, values = torch.randint(0, 33, (40, 3)), torch.randn(40, 4)
+    with torch.no_grad():
+        net([points, values])
+        assert not done and inner == [0]  # a hook would see it
+        net[0][1]._forward_hooks.clear()
+        plain = layers_at_sites(scn, 4).eval()
+
+        def calls(rows=40, dtype=torch.float32):
+            plain([points[:rows], values[:rows].to(dtype)])
+            return len(done)
+
+        plain.add(scn.Sequential(Noise()))
+        assert calls() == 1  # of the part with the InputLayer: nobody knows what Noise does
+        plain = layers_at_sites(scn, 4).eval()
+        assert calls() == 2  # of the whole, too
+        assert calls() == calls(39) == 2 and calls(20) == 4
+        plain.double()
+        assert calls(dtype=torch.float64) == 6
+        plain.float()
+    assert calls() == 8
+    plain.train()
+    assert calls() == 10
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert calls(10) == 10 and len(notes) == 10
+
+
+def test_networks_at_sites_are_compiled_ahead_when_told(st, rehearsed, monkeypatch):
+    """For these very sizes; an error says what cannot be."""
+    points, values = torch.rand(40, 3) * 8, torch.randn(40, 4)
+    net = AtSites(4).eval()
+    done, _ = rehearsed
+    assert st.compile_ahead(net, points, values) is net and not done  # nothing to compile
+    ahead = on_gpu(monkeypatch)
+    for rows, count in ((40, 1), (40, 1), (39, 2)):
+        assert st.compile_ahead(net, points[:rows], values[:rows]) is net and len(done) == count
+    with pytest.raises(TypeError, match="got function; put the function"):
+        st.compile_ahead(on_gpu, points)
+    net.norm.register_forward_hook(lambda *given: None)
+    with pytest.raises(RuntimeError, match="net must have no hooks"):
+        st.compile_ahead(net, points, values)
+    assert len(done) == 2 and not ahead._SEEN.get(net)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_rehearsal_of_an_eager_call_at_sites_leaves_no_trace(st, on_cpu, monkeypatch, training):
+    """Of the network, its buffers, gradients, hooks of tensors and what it is called with."""
+    from sbnet_cupy.torch.network import rehearsal
+
+    on_gpu(monkeypatch)
+    monkeypatch.setattr(rehearsal, "Note", Notes())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    net, called, seen = AtSites(4).train(training), [], []
+    monkeypatch.setattr(rehearsal, "compile_kernels", lambda kernels: called.append(kernels))
+    forward = AtSites.forward
+
+    def counted(self, points, values):
+        y = forward(self, points, values.mul_(2))
+        seen.append((self, y.requires_grad))
+        return y
+
+    monkeypatch.setattr(AtSites, "forward", counted)
+    points, values = torch.rand(40, 3) * 8, torch.randn(40, 4)
+    before = copy.deepcopy(net.state_dict()), values.clone(), torch.get_rng_state()
+    for parameter in net.parameters():
+        parameter.register_hook(lambda grad: seen.append(grad))
+    with torch.set_grad_enabled(training):
+        st.compile_ahead(net, points, values)
+    assert len(called) == 1 and len(seen) == 1
+    assert seen[0][0] is not net and seen[0][1] is training
+    assert torch.equal(values, before[1]) and torch.equal(torch.get_rng_state(), before[2])
+    assert all(map(torch.equal, net.state_dict().values(), before[0].values()))
+    assert all(p.grad is None for p in net.parameters())

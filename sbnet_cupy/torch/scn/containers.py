@@ -4,6 +4,7 @@ import torch
 import torch.utils.checkpoint
 
 from ...errors import ShapeError
+from ..submanifold.ahead import compile_before
 from .norms import computed_again, folds
 from .tensors import SparseConvNetTensor, check_list, size_key
 
@@ -20,11 +21,16 @@ class _Added:
 class Sequential(_Added, torch.nn.Sequential):
     """Layers one after the other; ``add`` appends one and returns the sequence.
 
-    In evaluation without gradients a batch norm right after a convolution is computed with it.
+    In evaluation without gradients a batch norm right after a convolution is computed with it. On a
+    GPU, before a call with points, ``[coords, features]``, of a size that it was not called with
+    before, the kernels of the call that are not on disk are compiled at once, if all its layers are
+    of this package or PyTorch's.
     """
 
     def forward(self, input):
         """Call the layers one after the other."""
+        if isinstance(input, list | tuple) and not torch.compiler.is_compiling():
+            compile_before(self, input)
         layers = list(self)
         while layers:
             layer = layers.pop(0)

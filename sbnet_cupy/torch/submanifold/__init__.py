@@ -6,6 +6,7 @@ Features, weights, biases, scales and residuals are differentiable, twice and mo
 outside of graphs: ``torch.compile`` breaks its graph there, but not at :func:`site_conv`.
 """
 
+from .ahead import compile_ahead
 from .convs import (
     inverse_conv,
     site_conv,
@@ -27,6 +28,7 @@ from .sites import (
 )
 
 __all__ = [
+    "compile_ahead",
     "coordinate_map",
     "dense_to_sparse",
     "global_pool",
