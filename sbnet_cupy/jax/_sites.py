@@ -50,7 +50,9 @@ _register(
     ("leaf_order", "window"),
 )  # fmt: skip
 _register(SparseTensor, ("features", "coordinates"), ())
-_register(KernelMap, ("rows", "source", "target"), ("kernel_size",))
+_register(
+    KernelMap, ("rows", "source", "target"), ("kernel_size",), ("made", "symmetric", "offsets")
+)
 
 
 def valid_rows(coordinates):

@@ -33,6 +33,7 @@ from ..submanifold.site_arguments import MODES, check_capacity, check_grid, chec
 from ..submanifold.sparse_tensor import SparseTensor, check_rows, check_tensor
 from ..submanifold.window import Window, coarse_shape, fine_shape, read_offsets, read_window
 from ._documentation import documented
+from ._site_kernels import find_rows, finds_by_kernels, transposed_rows, transposes_by_kernels
 from ._sites import (
     distinct,
     find,
@@ -263,11 +264,16 @@ def kernel_map(
         steps = read_offsets(coordinates, onto, offsets, *sizes)
         ones = (1,) * coordinates.dimensions
         rows = _rows(coordinates, coordinates, Window(ones, ones, ones, (0,) * len(ones)), steps)
-        return KernelMap(rows, coordinates, coordinates, (len(steps),))
+        return _made(rows, coordinates, coordinates, (len(steps),))
     window, output_padding = read_window(coordinates, onto, *sizes, transposed, output_padding)
     if not transposed:
         coarse = _coarse_sites(coordinates, window, capacity) if onto is None else onto
-        return map_by(window, coordinates, coarse)
+        made = map_by(window, coordinates, coarse)
+        if onto is coordinates and window.is_symmetric():
+            made._kept["symmetric"] = True
+        if set(window.stride) == {1}:
+            made._kept["offsets"] = tuple(window.offsets())
+        return made
     if onto is None:
         onto = _fine_sites(coordinates, window, output_padding, capacity)
     return reversed_map(map_by(window, onto, coordinates))
@@ -275,7 +281,18 @@ def kernel_map(
 
 def map_by(window, fine, coarse):
     """Return the map of a convolution from ``fine`` to ``coarse``."""
-    return KernelMap(_rows(fine, coarse, window, window.offsets()), fine, coarse, window.kernel)
+    if finds_by_kernels(fine, coarse, window):
+        rows = find_rows(fine, coarse, window)
+    else:
+        rows = _rows(fine, coarse, window, window.offsets())
+    return _made(rows, fine, coarse, window.kernel)
+
+
+def _made(rows, source, target, kernel_size):
+    """Return a map in which, at each tap, no two rows of the target read the same one."""
+    made = KernelMap(rows, source, target, kernel_size)
+    made._kept["made"] = True
+    return made
 
 
 def _rows(source, target, window, offsets):
@@ -305,12 +322,15 @@ def _reached(position, stride, padding, offsets):
 
 def reversed_map(forward):
     """Return the map in the other direction."""
+    if transposes_by_kernels(forward):
+        rows = transposed_rows(forward.rows, forward.source.capacity)
+        return _made(rows, forward.target, forward.source, forward.kernel_size)
     rows = jnp.full((forward.taps, forward.source.capacity), -1, jnp.int32)
     read = jnp.where(forward.rows >= 0, forward.rows, forward.source.capacity)
     taps = jnp.arange(forward.taps)[:, None]
     own = jnp.arange(forward.target.capacity, dtype=jnp.int32)
     rows = rows.at[taps, read].set(jnp.broadcast_to(own, read.shape), mode="drop")
-    return KernelMap(rows, forward.target, forward.source, forward.kernel_size)
+    return _made(rows, forward.target, forward.source, forward.kernel_size)
 
 
 def _coarse_sites(fine, window, capacity):

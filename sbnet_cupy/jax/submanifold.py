@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 import sbnet_cupy as core
@@ -17,6 +16,8 @@ from ..submanifold.sparse_tensor import SparseTensor
 from ..submanifold.submanifold_conv import kernel_of
 from . import _namespace as ops
 from ._documentation import documented
+from ._site_kernels import by_kernels, sum_by_xla
+from ._site_kernels import site_conv as convolve
 from ._sites import rows_at, valid_rows
 from ._specs import spec_of
 from .sites import kernel_map, number_of, sites_of, way_back
@@ -47,19 +48,13 @@ def site_conv(
     specs = [spec_of(name, value) for name, value in given.items()]
     sites = kernel_map.source.capacity
     options = (kernel_map.kernel_size, sites, groups, activation, precision)
-    (result,) = SITE_CONV.infer((*specs, None), options)
+    SITE_CONV.infer((*specs, None), options)
+    arrays = (features, w, scale, bias, residual)
+    if by_kernels(features, kernel_map):
+        return convolve(*arrays, kernel_map, groups, activation, precision)
     wide = compute_dtype(features.dtype)
-    taps, c, k = kernel_map.taps, *w.shape[-2:]
-    by_group = w.reshape(taps, c, groups, k // groups).transpose(0, 2, 1, 3)
-    exact = jax.lax.Precision("default" if precision == "tf32" else "highest")
-    total = jnp.zeros(result.shape, wide)
-    for tap in range(taps):
-        rows = kernel_map.rows[tap]
-        taken = rows_at(features, rows).reshape(len(rows), groups, c)
-        product = jnp.einsum(
-            "mgc,gck->mgk", taken, by_group[tap], precision=exact, preferred_element_type=wide
-        )
-        total += jnp.where(reads(rows, sites)[:, None], product.reshape(len(rows), k), 0)
+    w = w.reshape(kernel_map.taps, *w.shape[-2:])
+    total = sum_by_xla(features, w, kernel_map.rows, groups, precision)
     total = ops.affine(total, scale, bias, None)
     if residual is not None:
         # Not read where there is no site: a NaN there would be one in gradients of bias and scale.

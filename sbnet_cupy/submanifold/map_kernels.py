@@ -183,15 +183,17 @@ def tree_of(indices, count, packing):
     return found.tree._replace(order=found.winners), found.held
 
 
-def find_rows(tree, target, count, window, readers):
-    """Return which row of a tree's list each row of ``target`` reads: int32 [taps, M].
+def find_rows(tree, target, count, window, readers, out=None):
+    """Return which row of a tree's list each row of ``target`` reads: int32 [taps, M], or ``out``.
 
     ``target`` is int32 [M, 1 + d], of which ``count`` rows hold a site. With ``readers`` rows read
     what reads them through the window.
     """
     with memory_of_graphs(target):
         target = namespace(target).ascontiguousarray(target)
-        rows = empty((math.prod(window[0]), len(target)), np.int32, target)
+        rows = out
+        if rows is None:
+            rows = empty((math.prod(window[0]), len(target)), np.int32, target)
         launch = _finder(
             len(target), target.shape[1] - 1, tree.rows, tree.packing, tree.shape, window, readers,
             place_name(target),
@@ -203,7 +205,8 @@ def find_rows(tree, target, count, window, readers):
 def transpose_rows(rows, out):
     """Write the rows of a kernel map in the other direction: int32 [taps, sources]."""
     if is_cupy(out):
-        out.data.memset_async(0xFF, out.nbytes)  # -1, in a tenth of the time that fill takes
+        # -1, in a tenth of the time that fill takes
+        kernels.enqueue(out.data.memset_async, 0xFF, out.nbytes)
     else:
         out.fill(-1)
     _transposer(*rows.shape, out.shape[1], place_name(rows))(rows, out)

@@ -1,0 +1,99 @@
+"""Convolutions at sites that XLA calls back: on a CPU into NumPy, on a GPU into kernels.
+
+They are compared with those of XLA's own operations, and all their derivatives with theirs.
+"""
+
+import functools
+
+import numpy as np
+import pytest
+
+import sbnet_cupy as sb
+from support.adapter_cases import normal
+from support.assertions import assert_same, to_numpy
+from support.exhaustive import thinned_pairs
+from support.jax_site_cases import tensors
+
+CONVS = {
+    "submanifold": ("submanifold_conv", {}, (3, 3, 3)),
+    "dilated": ("submanifold_conv", {"dilation": (1, 2, 1)}, (3, 1, 3)),
+    "even": ("submanifold_conv", {}, (2, 2, 2)),
+    "strided": ("strided_conv", {"stride": 2, "padding": 1}, (3, 3, 3)),
+    "transposed": ("transposed_conv", {"stride": 2}, (2, 2, 2)),
+}
+
+
+@pytest.fixture
+def routes(sbj, place, monkeypatch):
+    """Return a function of a name: which route convolutions take from now on."""
+    from sbnet_cupy.jax import _site_kernels
+
+    on_gpu = place.name == "gpu"
+
+    def take(name):
+        called = name == "called back"
+        monkeypatch.setattr(_site_kernels, "by_kernels", _site_kernels_by(called))
+        from sbnet_cupy.jax import submanifold
+
+        monkeypatch.setattr(submanifold, "by_kernels", _site_kernels_by(called))
+        if called and not on_gpu:  # NumPy's plans have no kernels
+            monkeypatch.setattr(_site_kernels, "_plan", lambda operator, specs, options: True)
+
+    return take
+
+
+def _site_kernels_by(called):
+    return lambda features, made: called and bool(made._kept.get("made"))
+
+
+def losses(sbj, jax, x, name, options):
+    """Return a jitted function of the arrays of a convolution: its result."""
+    function, window, _ = CONVS[name]
+
+    @jax.jit
+    def run(arrays):
+        features, w, rest = arrays["features"], arrays["w"], arrays["rest"]
+        y = getattr(sbj, function)(x.replace(features), w, **window, **rest, **options)
+        return y.features
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "epilogue"),
+    thinned_pairs(5, list(CONVS), ["plain", "relu", "silu", "groups", "tf32"]),
+)
+def test_all_derivatives_are_those_of_xla(sbj, place, jax, routes, name, epilogue):
+    jnp = jax.numpy
+    exact, x = tensors(sbj, place)
+    kernel, groups = CONVS[name][2], 3 if epilogue == "groups" else 1
+    options = {"groups": groups}
+    rest = {}
+    if epilogue in ("relu", "silu"):
+        options["activation"] = epilogue
+        rest = {"bias": place.make(normal(6, seed=2)), "scale": place.make(normal(6, seed=3))}
+    if epilogue == "tf32":
+        options["precision"] = "tf32"
+    arrays = {
+        "features": x.features,
+        "w": place.make(normal(*kernel, 3 // groups, 6, seed=1)),
+        "rest": rest,
+    }
+    tangents = jax.tree.map(lambda a: place.make(normal(*a.shape, seed=a.size)), arrays)
+    found = {}
+    for route in ("xla", "called back"):
+        routes(route)
+        run = losses(sbj, jax, x, name, options)
+        y, dy = jax.jvp(run, (arrays,), (tangents,))
+
+        def loss(arrays, run=run):
+            return (run(arrays).astype(jnp.float32) ** 3).sum()
+
+        gradient = jax.jit(jax.grad(loss))
+        along = jax.jit(lambda a, t, gradient=gradient: jax.jvp(gradient, (a,), (t,))[1])
+        found[route] = y, dy, gradient(arrays), along(arrays, tangents)
+    for one, other in zip(*map(jax.tree.leaves, found.values()), strict=True):
+        one, other = map(to_numpy, (one, other))
+        size = abs(other).max() + 1e-30
+        tolerance = (2e-3 if epilogue == "tf32" and place.name == "gpu" else 2e-5) * size
+        np.testing.assert_allclose(one, other, atol=tolerance, rtol=0)
