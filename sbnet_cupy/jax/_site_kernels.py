@@ -32,7 +32,7 @@ from . import _namespace as ops
 from ._callbacks import allocating_from, call, current_device, has_gpu, vary_alike
 from ._mapped import one_by_one
 from ._sites import packing, rows_at, valid_rows
-from ._specs import computes_on_gpu, spec_of
+from ._specs import spec_of
 
 
 class Table(NamedTuple):
@@ -54,8 +54,20 @@ class How(NamedTuple):
 
 
 def by_kernels(features, made):
-    """Whether a convolution over a map runs by kernels: of maps that functions here have made."""
-    return bool(made._kept.get("made")) and features.size > 0 and computes_on_gpu(features)
+    """Whether a convolution runs by kernels where it is on a GPU: over maps made by functions here.
+
+    In others several rows may read the same one at a tap, which a table in the other direction
+    does not tell.
+    """
+    return bool(made._kept.get("made")) and features.size > 0 and has_gpu()
+
+
+def on_gpu(kernel, otherwise, *arrays):
+    """Return what ``kernel`` makes of arrays on a GPU, and ``otherwise`` elsewhere.
+
+    Where a compiled function runs is known when XLA compiles it, not while JAX traces.
+    """
+    return jax.lax.platform_dependent(*arrays, cuda=kernel, default=otherwise)
 
 
 def site_conv(features, w, scale, bias, residual, made, groups, activation, precision):
@@ -175,10 +187,11 @@ def _weights(features, grad, rows, back, indices, *, how):
     """Compute the primitive, as a matrix: a row for each tap and channel."""
     options = (how.groups, how.precision)
     shape = rows.shape[0] * (features.shape[1] // how.groups), grad.shape[1]
+    by_xla = functools.partial(_weights_by_xla, how=how)
     if _plan(SITE_WEIGHT_GRAD, [*map(_spec, (features, grad, rows)), None], options) is None:
-        found = _weights_by_xla(features, grad, rows, how)
+        found = by_xla(features, grad, rows)
     else:
-        found = _called(SITE_WEIGHT_GRAD, options)(features, grad, rows)
+        found = on_gpu(_called(SITE_WEIGHT_GRAD, options), by_xla, features, grad, rows)
     return found.reshape(shape)
 
 
@@ -291,19 +304,27 @@ def _multiplied(how, activation, features, w, scale, bias, residual, rows, valid
     scale, bias = (table if table is None else table.astype(wide) for table in (scale, bias))
     arrays = (features, rows, valid, w, scale, bias, residual)
     plan = _plan(SITE_CONV, [*map(_spec, arrays), None], options)
-    if plan is None:
+
+    def by_xla(features, rows, valid, w, scale, bias, residual, _):
         total = sum_by_xla(features, w, rows, how.groups, how.precision)
         total = ops.affine(total, scale, bias, None)
         if residual is not None:
             total += residual.astype(total.dtype)
         y = ops.cast(ops.affine(total, None, None, activation), features.dtype)
         return y if valid is None else jnp.where(valid[:, None], y, 0)
-    sort = None
-    if isinstance(plan, OrderedPlan):
+
+    def by_kernel(*arrays):
+        *arrays, indices = arrays
+        if not isinstance(plan, OrderedPlan):
+            return _called(SITE_CONV, options)(*arrays)
         offsets = how.offsets if isinstance(plan.order, TileShape) else None
         sort = Sort(plan.order, features.shape[0], how.kernel_size, offsets)
-        arrays += (_made(_sorted, sort, rows, None if offsets is None else indices),)
-    return _called(SITE_CONV, options, sort)(*arrays)
+        order = _made(_sorted, sort, arrays[1], None if offsets is None else indices)
+        return _called(SITE_CONV, options, sort)(*arrays, order)
+
+    if plan is None:
+        return by_xla(*arrays, indices)
+    return on_gpu(by_kernel, by_xla, *arrays, indices)
 
 
 def _plan(operator, specs, options):
@@ -358,24 +379,39 @@ def _run(key, results, scratch, *arrays):
 
 def transposed_rows(rows, sites):
     """Return the table of a map in the other direction, of so many sites."""
-    return _called(TRANSPOSED_ROWS, (sites,))(rows)
+
+    def by_xla(rows):
+        read = jnp.where(rows >= 0, rows, sites)
+        taps = jnp.arange(len(rows))[:, None]
+        own = jnp.broadcast_to(jnp.arange(rows.shape[1], dtype=jnp.int32), rows.shape)
+        back = jnp.full((len(rows), sites), -1, jnp.int32)
+        return back.at[taps, read].set(own, mode="drop")
+
+    if not has_gpu() or len(rows) > map_kernels.MOST_LINES:
+        return by_xla(rows)
+    return on_gpu(_called(TRANSPOSED_ROWS, (sites,)), by_xla, rows)
 
 
-def transposes_by_kernels(made):
-    """Whether :func:`transposed_rows` has a kernel for the table of a map."""
-    return made.taps <= map_kernels.MOST_LINES and computes_on_gpu(made.rows)
+def find_rows(source, target, window, by_xla):
+    """Return which row of the source each row of the target reads: int32 ``[taps, M]``.
 
-
-def find_rows(source, target, window):
-    """Return which row of the source each row of the target reads: int32 ``[taps, M]``."""
+    ``by_xla()`` finds them where there is no kernel for it.
+    """
+    if not _has_finder(source, target, window):
+        return by_xla()
     grid = packing(source)
-    tree = _made(_tree, grid, source.indices, source.count)
-    return _found(grid, source.capacity, window)(target.indices, target.count, tree)
+
+    def by_kernel(target, target_count, source_indices, source_count):
+        tree = _made(_tree, grid, source_indices, source_count)
+        return _found(grid, len(source_indices), window)(target, target_count, tree)
+
+    arrays = target.indices, target.count, source.indices, source.count
+    return on_gpu(by_kernel, lambda *_: by_xla(), *arrays)
 
 
-def finds_by_kernels(source, target, window):
-    """Whether :func:`find_rows` has a kernel for such a map."""
-    if not (source.capacity and target.capacity and computes_on_gpu(target.indices)):
+def _has_finder(source, target, window):
+    """Whether there is a kernel for such a map."""
+    if not (source.capacity and target.capacity and has_gpu()):
         return False
     d = source.dimensions
     return map_kernels.has_kernel(d, target.capacity, window) and map_kernels.has_kernel(

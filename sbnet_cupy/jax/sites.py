@@ -33,7 +33,7 @@ from ..submanifold.site_arguments import MODES, check_capacity, check_grid, chec
 from ..submanifold.sparse_tensor import SparseTensor, check_rows, check_tensor
 from ..submanifold.window import Window, coarse_shape, fine_shape, read_offsets, read_window
 from ._documentation import documented
-from ._site_kernels import find_rows, finds_by_kernels, transposed_rows, transposes_by_kernels
+from ._site_kernels import find_rows, transposed_rows
 from ._sites import (
     distinct,
     find,
@@ -281,10 +281,7 @@ def kernel_map(
 
 def map_by(window, fine, coarse):
     """Return the map of a convolution from ``fine`` to ``coarse``."""
-    if finds_by_kernels(fine, coarse, window):
-        rows = find_rows(fine, coarse, window)
-    else:
-        rows = _rows(fine, coarse, window, window.offsets())
+    rows = find_rows(fine, coarse, window, lambda: _rows(fine, coarse, window, window.offsets()))
     return _made(rows, fine, coarse, window.kernel)
 
 
@@ -322,14 +319,7 @@ def _reached(position, stride, padding, offsets):
 
 def reversed_map(forward):
     """Return the map in the other direction."""
-    if transposes_by_kernels(forward):
-        rows = transposed_rows(forward.rows, forward.source.capacity)
-        return _made(rows, forward.target, forward.source, forward.kernel_size)
-    rows = jnp.full((forward.taps, forward.source.capacity), -1, jnp.int32)
-    read = jnp.where(forward.rows >= 0, forward.rows, forward.source.capacity)
-    taps = jnp.arange(forward.taps)[:, None]
-    own = jnp.arange(forward.target.capacity, dtype=jnp.int32)
-    rows = rows.at[taps, read].set(jnp.broadcast_to(own, read.shape), mode="drop")
+    rows = transposed_rows(forward.rows, forward.source.capacity)
     return _made(rows, forward.target, forward.source, forward.kernel_size)
 
 

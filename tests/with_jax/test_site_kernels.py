@@ -3,14 +3,11 @@
 They are compared with those of XLA's own operations, and all their derivatives with theirs.
 """
 
-import functools
-
 import numpy as np
 import pytest
 
-import sbnet_cupy as sb
 from support.adapter_cases import normal
-from support.assertions import assert_same, to_numpy
+from support.assertions import to_numpy
 from support.exhaustive import thinned_pairs
 from support.jax_site_cases import tensors
 
@@ -26,24 +23,19 @@ CONVS = {
 @pytest.fixture
 def routes(sbj, place, monkeypatch):
     """Return a function of a name: which route convolutions take from now on."""
-    from sbnet_cupy.jax import _site_kernels
-
-    on_gpu = place.name == "gpu"
+    from sbnet_cupy.jax import _site_kernels, submanifold
 
     def take(name):
         called = name == "called back"
-        monkeypatch.setattr(_site_kernels, "by_kernels", _site_kernels_by(called))
-        from sbnet_cupy.jax import submanifold
-
-        monkeypatch.setattr(submanifold, "by_kernels", _site_kernels_by(called))
-        if called and not on_gpu:  # NumPy's plans have no kernels
+        monkeypatch.setattr(submanifold, "by_kernels", lambda features, made: called)
+        if called and place.name == "cpu":  # NumPy's plans have no kernels
             monkeypatch.setattr(_site_kernels, "_plan", lambda operator, specs, options: True)
+            monkeypatch.setattr(_site_kernels, "_scratch", lambda key, specs: 0)
+            monkeypatch.setattr(
+                _site_kernels, "on_gpu", lambda kernel, otherwise, *arrays: kernel(*arrays)
+            )
 
     return take
-
-
-def _site_kernels_by(called):
-    return lambda features, made: called and bool(made._kept.get("made"))
 
 
 def losses(sbj, jax, x, name, options):
@@ -65,7 +57,7 @@ def losses(sbj, jax, x, name, options):
 )
 def test_all_derivatives_are_those_of_xla(sbj, place, jax, routes, name, epilogue):
     jnp = jax.numpy
-    exact, x = tensors(sbj, place)
+    _, x = tensors(sbj, place)
     kernel, groups = CONVS[name][2], 3 if epilogue == "groups" else 1
     options = {"groups": groups}
     rest = {}
