@@ -32,7 +32,7 @@ from . import _namespace as ops
 from ._callbacks import allocating_from, call, current_device, has_gpu, vary_alike
 from ._mapped import one_by_one
 from ._sites import packing, rows_at, valid_rows
-from ._specs import spec_of
+from ._specs import computes_on_gpu, spec_of
 
 
 class Table(NamedTuple):
@@ -67,6 +67,8 @@ def on_gpu(kernel, otherwise, *arrays):
 
     Where a compiled function runs is known when XLA compiles it, not while JAX traces.
     """
+    if not any(isinstance(array, jax.core.Tracer) for array in arrays):
+        return (kernel if computes_on_gpu(arrays[0]) else otherwise)(*arrays)
     return jax.lax.platform_dependent(*arrays, cuda=kernel, default=otherwise)
 
 
@@ -230,7 +232,7 @@ def _bilinear(name, compute, shape, transpose):
         return y, functools.reduce(jnp.add, found)  # one of both is not zero
 
     def mapped(arrays, axes, *, how):
-        over = [axis is not batching.not_mapped for axis in axes]
+        over = [axis is not None for axis in axes]
         arrays = [
             jnp.moveaxis(array, axis, 0) if is_mapped else array
             for array, axis, is_mapped in zip(arrays, axes, over, strict=True)
@@ -276,9 +278,11 @@ def sum_by_xla(features, w, rows, groups, precision):
     for tap in range(taps):
         read = rows[tap]
         taken = rows_at(features, read).reshape(len(read), groups, c)
-        product = jnp.einsum(
-            "mgc,gck->mgk", taken, by_group[tap], precision=exact, preferred_element_type=wide
-        )
+        how = {"precision": exact, "preferred_element_type": wide}
+        if groups == 1:
+            product = jnp.dot(taken[:, 0], w[tap], **how)
+        else:
+            product = jnp.einsum("mgc,gck->mgk", taken, by_group[tap], **how)
         total += jnp.where(reads(read, len(features))[:, None], product.reshape(len(read), k), 0)
     return total
 

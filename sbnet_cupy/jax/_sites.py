@@ -18,6 +18,7 @@ from ..submanifold.keeping_container import KeepingContainer
 from ..submanifold.kernel_map import KernelMap
 from ..submanifold.keys import packing_of
 from ..submanifold.sparse_tensor import SparseTensor
+from ._callbacks import vary_alike
 
 _WORD_BITS = 31
 _NONE = np.int32(np.iinfo(np.int32).max)  # first word of what is no site: sorted last
@@ -173,7 +174,7 @@ def find(coordinates, columns, valid):
         return jnp.where(less, middle + 1, low), jnp.where(less, high, middle)
 
     start = jnp.zeros(valid.shape, jnp.int32)
-    ends = (start, start + coordinates.capacity)
+    ends = tuple(vary_alike([start, start + coordinates.capacity], [valid, *own, *wanted]))
     place, _ = jax.lax.fori_loop(0, coordinates.capacity.bit_length(), halve, ends)
     place = jnp.minimum(place, coordinates.capacity - 1)
     return jnp.where(valid & before(place)[1], order[place], -1)

@@ -102,6 +102,79 @@ jax.tree_util.tree_map(np.testing.assert_array_equal, jax.jit(both)(images, lear
 print("passed")
 """
 
+AT_SITES = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, PartitionSpec as P
+import sbnet_cupy.jax as sbj
+from sbnet_cupy.jax import _site_kernels, submanifold
+
+if CALLED_BACK:  # NumPy's plans have no kernels
+    submanifold.by_kernels = lambda features, made: True
+    _site_kernels._plan = lambda *call: True
+    _site_kernels._scratch = lambda *call: 0
+    _site_kernels._has_finder = lambda *call: False
+    _site_kernels.on_gpu = lambda kernel, otherwise, *arrays: kernel(*arrays)
+rng, count = np.random.default_rng(0), len(jax.devices()[:2])
+mesh = Mesh(np.array(jax.devices()[:2]), ("batch",))
+rows = [rng.permutation(np.argwhere(rng.random((1, 6, 6, 6)) < 0.3))[:30] for _ in range(count)]
+rows = jnp.asarray(np.stack(rows), jnp.int32)
+features = rng.standard_normal((count, 30, 4)).astype(np.float32)
+w, b = (rng.standard_normal(s).astype(np.float32) for s in ((3, 3, 3, 4, 4), (4,)))
+
+def loss(features, w, b, rows):
+    x = sbj.sparse_tensor(features[0], rows[0], spatial_shape=(6, 6, 6), batch_size=1)
+    x = sbj.submanifold_conv(x, w, bias=b, activation="silu", residual=x)
+    y = sbj.strided_conv(x, w, stride=2, padding=1, activation="relu", capacity=27)
+    z = sbj.inverse_conv(y, w, onto=x)
+    pooled = sbj.sparse_max_pool(z, 2).features.sum() + sbj.sparse_avg_pool(z, 2).features.sum()
+    return (z.features**2).sum() + pooled + (sbj.global_pool(z, "mean") ** 3).sum()
+
+def total(features, w, b):
+    specs = P("batch"), P(), P(), P("batch")
+    summed = lambda *a: jax.lax.psum(loss(*a), "batch")
+    return jax.shard_map(summed, mesh=mesh, in_specs=specs, out_specs=P())(features, w, b, rows)
+
+def one_by_one(features, w, b):
+    members = (slice(n, n + 1) for n in range(count))
+    return sum(loss(features[n], w, b, rows[n]) for n in members)
+
+def derivatives(function):
+    gradient = jax.grad(function, argnums=(0, 1, 2))
+    return jax.jit(lambda *a: (function(*a), gradient(*a), jax.jvp(gradient, a, a)[1]))
+
+found, expected = (derivatives(f)(features, w, b) for f in (total, one_by_one))
+for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+    np.testing.assert_allclose(one, other, rtol=0, atol=1e-4 * abs(other).max())
+print("passed")
+"""
+
+SITES_REPLAYED = """
+import jax, numpy as np
+import sbnet_cupy as sb, sbnet_cupy.jax as sbj
+import cupy
+
+rng = np.random.default_rng(0)
+w = (rng.standard_normal((3, 3, 3, 32, 32)) / 17).astype(np.float16)
+grid = {"spatial_shape": (40, 40, 20), "batch_size": 1}
+
+def chain(module, features, rows, w):
+    x = module.sparse_tensor(features, rows, **grid)
+    x = module.submanifold_conv(x, w, activation="relu")
+    return module.submanifold_conv(x, w, residual=x).features
+
+compiled = jax.jit(lambda features, rows, w: chain(sbj, features * 2, rows, w) + 1)
+for data in range(4):
+    rows = rng.permutation(np.argwhere(rng.random((1, 40, 40, 20)) < 0.2))[:5000].astype(np.int32)
+    features = rng.standard_normal((5000, 32)).astype(np.float16)
+    expected = chain(sb, *map(cupy.asarray, (features * 2, rows, w))) + 1
+    given = tuple(map(jax.numpy.asarray, (features, rows, w)))
+    for repeat in range(6):  # in the same memory, so that XLA need not record again
+        y = compiled(*given)
+        np.testing.assert_array_equal(np.asarray(y), expected.get())
+        del y
+print("passed")
+"""
+
 REPLAYED = """
 import jax, jax.numpy as jnp, numpy as np
 import sbnet_cupy as sb, sbnet_cupy.jax as sbj
@@ -217,6 +290,14 @@ def test_shard_map_over_the_batch(jax):
         + SHARDED.replace("DEVICES", "2"), flags)  # fmt: skip
 
 
+@pytest.mark.parametrize("called_back", [False, True])
+def test_sites_of_each_device(jax, called_back):
+    """Convolutions and pooling inside shard_map, and their derivatives, to the second."""
+    code = "import jax; jax.config.update('jax_platforms', 'cpu')" + AT_SITES
+    flags = "--xla_force_host_platform_device_count=2"
+    run(code.replace("CALLED_BACK", str(called_back)), flags)
+
+
 def test_views_on_a_gpu_and_pieces_of_scratch(jax, require):
     """Addresses, shapes and dtypes are right without a GPU too, as nothing is read or launched."""
     cupy = require("cupy")
@@ -247,6 +328,19 @@ def test_views_on_a_gpu_and_pieces_of_scratch(jax, require):
 def test_shard_map_over_the_gpus(jax, require):
     count = min(require("gpu").cuda.runtime.getDeviceCount(), 2)
     run(SHARDED.replace("DEVICES", str(count)), "")
+
+
+@pytest.mark.gpu
+def test_sites_of_each_gpu(jax, require):
+    require("gpu")
+    run(AT_SITES.replace("CALLED_BACK", "False"), "")
+
+
+@pytest.mark.gpu
+def test_command_buffers_of_convolutions_at_sites_are_replayed(jax, require):
+    """With other sites each time: their maps and tiles are part of the graph."""
+    require("gpu")
+    run(SITES_REPLAYED, "--xla_gpu_graph_min_graph_size=1")
 
 
 @pytest.mark.gpu

@@ -6,10 +6,11 @@ They are compared with those of XLA's own operations, and all their derivatives 
 import numpy as np
 import pytest
 
+import sbnet_cupy as sb
 from support.adapter_cases import normal
-from support.assertions import to_numpy
+from support.assertions import assert_same, to_numpy
 from support.exhaustive import thinned_pairs
-from support.jax_site_cases import tensors
+from support.jax_site_cases import BATCH, SHAPE, tensors
 
 CONVS = {
     "submanifold": ("submanifold_conv", {}, (3, 3, 3)),
@@ -22,33 +23,33 @@ CONVS = {
 
 @pytest.fixture
 def routes(sbj, place, monkeypatch):
-    """Return a function of a name: which route convolutions take from now on."""
+    """Return a function that says whether convolutions are called back from now on."""
     from sbnet_cupy.jax import _site_kernels, submanifold
 
-    def take(name):
-        called = name == "called back"
-        monkeypatch.setattr(submanifold, "by_kernels", lambda features, made: called)
-        if called and place.name == "cpu":  # NumPy's plans have no kernels
-            monkeypatch.setattr(_site_kernels, "_plan", lambda operator, specs, options: True)
-            monkeypatch.setattr(_site_kernels, "_scratch", lambda key, specs: 0)
-            monkeypatch.setattr(
-                _site_kernels, "on_gpu", lambda kernel, otherwise, *arrays: kernel(*arrays)
-            )
+    def take(called_back):
+        by_kernels = _site_kernels.by_kernels
+        if place.name == "cpu":  # NumPy's plans have no kernels
+            by_kernels = lambda features, made: bool(made._kept.get("made"))  # noqa: E731
+            for name, value in (
+                ("_plan", lambda operator, specs, options: True),
+                ("_scratch", lambda key, specs: 0),
+                ("_has_finder", lambda source, target, window: False),
+                ("on_gpu", lambda kernel, otherwise, *arrays: kernel(*arrays)),
+            ):
+                monkeypatch.setattr(_site_kernels, name, value)
+        chosen = by_kernels if called_back else lambda features, made: False
+        monkeypatch.setattr(submanifold, "by_kernels", chosen)
 
-    return take
+    before = _site_kernels.by_kernels, submanifold.by_kernels
+    yield take
+    _site_kernels.by_kernels, submanifold.by_kernels = before
 
 
-def losses(sbj, jax, x, name, options):
-    """Return a jitted function of the arrays of a convolution: its result."""
-    function, window, _ = CONVS[name]
-
-    @jax.jit
-    def run(arrays):
-        features, w, rest = arrays["features"], arrays["w"], arrays["rest"]
-        y = getattr(sbj, function)(x.replace(features), w, **window, **rest, **options)
-        return y.features
-
-    return run
+def close(one, other, tolerance=2e-5):
+    """Assert that two results differ by rounding, as a share of the largest number."""
+    one, other = map(to_numpy, (one, other))
+    size = abs(other).max(initial=1e-30)
+    np.testing.assert_allclose(one, other, atol=tolerance * size, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -56,36 +57,135 @@ def losses(sbj, jax, x, name, options):
     thinned_pairs(5, list(CONVS), ["plain", "relu", "silu", "groups", "tf32"]),
 )
 def test_all_derivatives_are_those_of_xla(sbj, place, jax, routes, name, epilogue):
-    jnp = jax.numpy
+    """Of the result, forwards, backwards, and of the gradient again."""
+    function, window, kernel = CONVS[name]
     _, x = tensors(sbj, place)
-    kernel, groups = CONVS[name][2], 3 if epilogue == "groups" else 1
-    options = {"groups": groups}
-    rest = {}
+    options, rest = dict(window), {}
+    groups = options["groups"] = 3 if epilogue == "groups" else 1
     if epilogue in ("relu", "silu"):
         options["activation"] = epilogue
         rest = {"bias": place.make(normal(6, seed=2)), "scale": place.make(normal(6, seed=3))}
     if epilogue == "tf32":
         options["precision"] = "tf32"
-    arrays = {
-        "features": x.features,
-        "w": place.make(normal(*kernel, 3 // groups, 6, seed=1)),
-        "rest": rest,
-    }
+    w = place.make(normal(*kernel, 3 // groups, 6, seed=1))
+    arrays = {"features": x.features, "w": w, "rest": rest}
     tangents = jax.tree.map(lambda a: place.make(normal(*a.shape, seed=a.size)), arrays)
     found = {}
-    for route in ("xla", "called back"):
-        routes(route)
-        run = losses(sbj, jax, x, name, options)
-        y, dy = jax.jvp(run, (arrays,), (tangents,))
+    for called_back in (False, True):
+        routes(called_back)
 
-        def loss(arrays, run=run):
-            return (run(arrays).astype(jnp.float32) ** 3).sum()
+        def run(arrays):
+            own = x.replace(arrays["features"])
+            return getattr(sbj, function)(own, arrays["w"], **options, **arrays["rest"]).features
 
-        gradient = jax.jit(jax.grad(loss))
-        along = jax.jit(lambda a, t, gradient=gradient: jax.jvp(gradient, (a,), (t,))[1])
-        found[route] = y, dy, gradient(arrays), along(arrays, tangents)
+        @jax.jit
+        def derivatives(arrays, tangents, run=run):
+            def loss(arrays):
+                return (run(arrays) ** 3).sum()
+
+            forwards = jax.jvp(run, (arrays,), (tangents,))
+            return forwards, jax.jvp(jax.grad(loss), (arrays,), (tangents,))
+
+        found[called_back] = derivatives(arrays, tangents)
+    rounded = epilogue == "tf32" and place.name != "cpu"
     for one, other in zip(*map(jax.tree.leaves, found.values()), strict=True):
-        one, other = map(to_numpy, (one, other))
-        size = abs(other).max() + 1e-30
-        tolerance = (2e-3 if epilogue == "tf32" and place.name == "gpu" else 2e-5) * size
-        np.testing.assert_allclose(one, other, atol=tolerance, rtol=0)
+        close(other, one, 4e-3 if rounded else 2e-5)
+
+
+def test_members_of_a_batch_are_convolved_one_by_one(sbj, place, jax, routes):
+    """Features, weights, or both; and the gradients of each member."""
+    _, x = tensors(sbj, place)
+    w = place.make(normal(2, 3, 3, 3, 3, 4, seed=1))
+    many = place.make(normal(2, *x.features.shape, seed=2))
+    routes(True)
+
+    def loss(features, w):
+        y = sbj.strided_conv(x.replace(features), w, stride=2, padding=1, activation="silu")
+        return (y.features**2).sum()
+
+    gradient = jax.value_and_grad(loss, argnums=(0, 1))
+    for axes in ((0, None), (None, 0), (0, 0)):
+        given = many if axes[0] == 0 else many[0], w if axes[1] == 0 else w[0]
+        found = jax.jit(jax.vmap(gradient, in_axes=axes))(*given)
+        for member in range(2):
+            own = (a[member] if axis == 0 else a for a, axis in zip(given, axes, strict=True))
+            expected = jax.jit(gradient)(*own)
+            for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+                close(one[member], other)
+
+
+def test_a_table_that_was_made_by_hand_is_xlas(sbj, place, jax, routes):
+    """Several rows may read the same one at a tap: its gradient is the sum of theirs."""
+    _, x = tensors(sbj, place)
+    routes(True)
+    rows = place.make(np.zeros((1, x.coordinates.capacity), np.int32))
+    made = sb.KernelMap(rows, x.coordinates, x.coordinates, (1,))
+    w = place.make(np.ones((1, 3, 2), np.float32))
+
+    def loss(features):
+        return sbj.site_conv(features, w, made).sum()
+
+    count = int(x.coordinates.count[0])
+    assert to_numpy(jax.grad(loss)(x.features))[0].tolist() == [2 * count] * 3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize("channels", [16, 64, 256])
+def test_bits_on_a_gpu_are_those_of_cupy(sbj, jax, require, dtype, channels):
+    """Of each call of a compiled function, on other features too."""
+    cupy, arrays = require("cupy"), _on_gpu(jax, channels, dtype)
+    rows, w = arrays
+
+    @jax.jit
+    def run(features, rows, w):
+        x = sbj.sparse_tensor(features, rows, **GRID)
+        y = sbj.submanifold_conv(x, w, activation="relu")
+        z = sbj.strided_conv(y, w, stride=2, padding=1)
+        return y.features, sbj.submanifold_conv(y, w).features, z.features, z.coordinates.count
+
+    for seed in range(3):
+        features = normal(len(rows), channels, seed=seed, dtype=dtype)
+        *found, count = run(*map(jax.numpy.asarray, (features, rows, w)))
+        x = sb.sparse_tensor(cupy.asarray(features), cupy.asarray(rows), **GRID)
+        native = cupy.asarray(w)
+        y = sb.submanifold_conv(x, native, activation="relu")
+        z = sb.strided_conv(y, native, stride=2, padding=1).features
+        assert int(count[0]) == len(z)
+        assert_same(to_numpy(found[0]), cupy.asnumpy(y.features))
+        assert_same(to_numpy(found[1]), cupy.asnumpy(sb.submanifold_conv(y, native).features))
+        close(to_numpy(found[2])[: len(z)], cupy.asnumpy(z), 2e-3)  # of a kernel for more rows
+
+
+GRID = {"spatial_shape": tuple(3 * n for n in SHAPE), "batch_size": BATCH}
+
+
+def _on_gpu(jax, channels, dtype):
+    """Return rows of sites and weights, if JAX computes on a GPU."""
+    if jax.default_backend() != "gpu":
+        pytest.skip("JAX has no GPU")
+    rng = np.random.default_rng(channels)
+    rows = np.argwhere(rng.random((BATCH, *GRID["spatial_shape"])) < 0.2).astype(np.int32)
+    w = normal(3, 3, 3, channels, channels, seed=1) / np.sqrt(9 * channels)
+    return rows, w.astype(dtype)
+
+
+@pytest.mark.gpu
+def test_convolutions_on_a_gpu_share_a_map(sbj, jax, require):
+    """Its tree, its rows and its tiles: another convolution is one more call of kernels."""
+    require("cupy")
+    rows, w = _on_gpu(jax, 32, np.float16)
+    given = normal(len(rows), 32, dtype=np.float16), rows, w
+    given = tuple(map(jax.numpy.asarray, given))
+
+    def calls(number):
+        def run(features, rows, w):
+            x = sbj.sparse_tensor(features, rows, **GRID)
+            for _ in range(number):
+                x = sbj.submanifold_conv(x, w)
+            return x.features
+
+        text = jax.jit(run).lower(*given).compile().as_text()
+        return text.count('custom_call_target="xla_buffer_python_gpu_callback')
+
+    assert calls(1) >= 4 and calls(3) == calls(1) + 2
