@@ -16,8 +16,8 @@ from ..submanifold.sparse_tensor import SparseTensor
 from ..submanifold.submanifold_conv import kernel_of
 from . import _namespace as ops
 from ._documentation import documented
+from ._site_conv import site_conv as convolve
 from ._site_kernels import by_kernels, sum_by_xla
-from ._site_kernels import site_conv as convolve
 from ._sites import rows_at, valid_rows
 from ._specs import spec_of
 from .sites import kernel_map, number_of, sites_of, way_back
