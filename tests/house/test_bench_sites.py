@@ -246,3 +246,33 @@ def test_a_unet_of_sparse_conv_net_s_layers(tmp_path):
     check_rows(found, {rows.OURS})
     variants = ["forward"] * 2 + ["training step"] * 2
     assert [row.variant.partition(",")[0] for row in found] == variants
+
+
+def test_layers_and_networks_in_jax(jax_on_cpu, tmp_path, monkeypatch, capsys):
+    """On a CPU they are compared, and no rows are written."""
+    bench, scenes = part("submanifold.bench_jax_sites"), part("submanifold.scenes")
+    monkeypatch.setattr(bench, "CHANNELS", (3,))
+    monkeypatch.setattr(bench, "LAYERS", 2)
+    monkeypatch.setattr(bench.scenes, "standard", lambda quick: [scenes.blobs((20, 30), 0.2)])
+    second = part("submanifold.networks").NETWORKS["second"]
+    small = {"second": lambda net, x: second(net, x, (3, 4))}
+    monkeypatch.setattr(bench.networks, "NETWORKS", small)
+    assert bench.main(["--cpu", "--quick", "--out", str(tmp_path)]) == 0
+    assert not part("harness.rows").read(tmp_path / "jax_sites.csv")
+    assert capsys.readouterr().out.count("forward") == 3  # ours, plain JAX, and the network
+
+
+def test_layers_in_jax_that_differ_are_refused(jax_on_cpu):
+    bench, scenes = part("submanifold.bench_jax_sites"), part("submanifold.scenes")
+    layers = bench.Layers(jax_on_cpu, scenes.blobs((20, 30), 0.2), 3, np.float32)
+    found = [layers.function(name, "forward") for name in layers.calls]
+    layers.compare("forward", found)
+    with pytest.raises(AssertionError, match="3 channels: forward of plain JAX differs"):
+        layers.compare("forward", [found[0], lambda: found[1]() * 1.01])
+
+
+@pytest.fixture
+def jax_on_cpu():
+    jax = pytest.importorskip("jax")
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield jax
