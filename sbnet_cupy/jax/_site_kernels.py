@@ -85,6 +85,20 @@ def sum_by_xla(features, w, rows, groups, precision):
     return total
 
 
+def convolve_by_xla(
+    features, rows, valid, w, scale, bias, residual, groups, activation, precision
+):
+    """Return a convolution in XLA's own operations, all of which are differentiable."""
+    total = sum_by_xla(features, w, rows, groups, precision)
+    total = ops.affine(total, scale, bias, None)
+    there = True if valid is None else valid[:, None]
+    if residual is not None:
+        # Not read where there is no site: a NaN there would be one in gradients of bias and scale.
+        total += jnp.where(there, residual.astype(total.dtype), 0)
+    y = ops.cast(ops.affine(total, None, None, activation), features.dtype)
+    return jnp.where(there, y, 0)
+
+
 def _weights_by_xla(features, grad, rows, how):
     shape = (rows.shape[0], features.shape[1] // how.groups, grad.shape[1])
     w = jax.ShapeDtypeStruct(shape, features.dtype)
@@ -121,13 +135,8 @@ def multiplied(how, activation, features, w, scale, bias, residual, rows, valid,
     arrays = (features, rows, valid, w, scale, bias, residual)
     plan = _plan(SITE_CONV, [*map(spec, arrays), None], options)
 
-    def by_xla(features, rows, valid, w, scale, bias, residual, _):
-        total = sum_by_xla(features, w, rows, how.groups, how.precision)
-        total = ops.affine(total, scale, bias, None)
-        if residual is not None:
-            total += residual.astype(total.dtype)
-        y = ops.cast(ops.affine(total, None, None, activation), features.dtype)
-        return y if valid is None else jnp.where(valid[:, None], y, 0)
+    def by_xla(*arrays):
+        return convolve_by_xla(*arrays[:-1], how.groups, activation, how.precision)
 
     def by_kernel(*arrays):
         *arrays, indices = arrays

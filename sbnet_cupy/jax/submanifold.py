@@ -6,7 +6,6 @@ import jax.numpy as jnp
 
 import sbnet_cupy as core
 
-from ..core.arrays import compute_dtype
 from ..core.checks import check_array
 from ..submanifold import sparse_tensor
 from ..submanifold.feature_rows import check_rows, reads
@@ -14,10 +13,9 @@ from ..submanifold.kernel_map import check_kernel_map
 from ..submanifold.site_conv import SITE_CONV
 from ..submanifold.sparse_tensor import SparseTensor
 from ..submanifold.submanifold_conv import kernel_of
-from . import _namespace as ops
 from ._documentation import documented
 from ._site_conv import site_conv as convolve
-from ._site_kernels import by_kernels, sum_by_xla
+from ._site_kernels import by_kernels, convolve_by_xla
 from ._sites import rows_at, valid_rows
 from ._specs import spec_of
 from .sites import kernel_map, number_of, sites_of, way_back
@@ -49,18 +47,12 @@ def site_conv(
     sites = kernel_map.source.capacity
     options = (kernel_map.kernel_size, sites, groups, activation, precision)
     SITE_CONV.infer((*specs, None), options)
-    arrays = (features, w, scale, bias, residual)
     if by_kernels(features, kernel_map):
+        arrays = (features, w, scale, bias, residual)
         return convolve(*arrays, kernel_map, groups, activation, precision)
-    wide = compute_dtype(features.dtype)
     w = w.reshape(kernel_map.taps, *w.shape[-2:])
-    total = sum_by_xla(features, w, kernel_map.rows, groups, precision)
-    total = ops.affine(total, scale, bias, None)
-    if residual is not None:
-        # Not read where there is no site: a NaN there would be one in gradients of bias and scale.
-        total += jnp.where(valid[:, None], residual.astype(wide), 0)
-    y = ops.cast(ops.affine(total, None, None, activation), features.dtype)
-    return jnp.where(valid[:, None], y, 0)
+    arrays = (features, kernel_map.rows, valid, w, scale, bias, residual)
+    return convolve_by_xla(*arrays, groups, activation, precision)
 
 
 def sparse_unfold(features, kernel_map, *, fill=0.0):
