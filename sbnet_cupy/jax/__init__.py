@@ -11,7 +11,7 @@ and scatter this way, and their convolutions are XLA's own, as in all gradients.
   those too.
 - ``grad``: reverse mode, of any order; the operations are linear in images and blocks, and their
   gradients are the operations again. JAX refuses forward mode (``jvp``, ``jacfwd``, ``hessian``)
-  through them; it works at sites and on a stack, which are XLA's own operations.
+  through them; it works at sites and on a stack.
 - ``vmap``: the mapped axis joins N, one launch for all; ``reduce_mask``, and a ``scale``, a
   ``shift`` or weights of a fused layer that are mapped themselves, run once for each member.
 - ``shard_map``: over the batch, each device its own images. Plain ``jit`` on sharded arrays brings
@@ -20,8 +20,10 @@ and scatter this way, and their convolutions are XLA's own, as in all gradients.
   for example when it is donated.
 - The ``stack_`` operations, with which a network stays on a stack of blocks, are XLA's own but for
   the way from images and back: any mapped axis is batched, and any order of gradient computed.
-- So are the functions of features at sites. Lists of sites have a ``capacity``, by default the most
-  that there can be. XLA finds each map once in a compiled function; lists keep none.
+- So are the functions of features at sites, but for convolutions and kernel maps, which are kernels
+  on a GPU, with derivatives of any order too. Members of a mapped axis are convolved one by one.
+  Lists of sites have a ``capacity``, by default the most that there can be. XLA finds each map once
+  in a compiled function; lists keep none.
 
 :class:`~sbnet_cupy.ActiveBlocks` and :class:`~sbnet_cupy.BottleneckWeights` become pytrees when
 this module is imported, so do :class:`~sbnet_cupy.BlockTable`, :class:`~sbnet_cupy.SparseTensor`,

@@ -1,8 +1,9 @@
 """Lists of sites for JAX, and the maps between them: in ``jit``, ``grad`` and ``vmap``.
 
-Everything is made of XLA's own operations, so it is differentiable any number of times. Shapes are
-static: lists have a ``capacity``. They keep no kernel maps, which XLA finds once in a compiled
-function, but whether they are sorted, and new sites by which window they were found.
+All is made of XLA's own operations, so it is differentiable any number of times, but for the rows
+of a map on a GPU, which a kernel finds. Shapes are static: lists have a ``capacity``. They keep no
+kernel maps, which XLA finds once in a compiled function, but whether they are sorted, and new sites
+by which window they were found.
 """
 
 import math

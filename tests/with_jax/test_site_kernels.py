@@ -130,6 +130,31 @@ def test_a_table_that_was_made_by_hand_is_xlas(sbj, place, jax, routes):
     assert to_numpy(jax.grad(loss)(x.features))[0].tolist() == [2 * count] * 3
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_layers_in_a_loop_are_those_of_the_package(sbj, place, jax, routes, dtype):
+    """To the bit on a CPU, where the package's own code is called back."""
+    exact, x = tensors(sbj, place, dtype=np.dtype(dtype))
+    w = normal(3, 3, 3, 3, 3, seed=1).astype(dtype)
+    routes(True)
+
+    @jax.jit
+    def run(features, w):
+        def layer(features, _):
+            y = sbj.submanifold_conv(x.replace(features), w, activation="relu")
+            return y.features, y.features.sum()
+
+        return jax.lax.scan(layer, features, length=3)
+
+    found, sums = run(x.features, place.make(w))
+    for _ in range(3):
+        exact = sb.submanifold_conv(exact, w, activation="relu")
+    count = len(exact.features)
+    if place.name == "cpu":
+        assert_same(to_numpy(found)[:count], exact.features)
+    close(to_numpy(found)[:count].astype(np.float32), exact.features.astype(np.float32), 2e-2)
+    assert not to_numpy(found)[count:].any() and sums.shape == (3,)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 @pytest.mark.parametrize("channels", [16, 64, 256])
