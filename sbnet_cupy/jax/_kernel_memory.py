@@ -11,12 +11,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import custom_vmap
 
 from ..core.arrays import whole_pieces
 from ..core.rehearsal import Rehearsal, rehearsing
 from ._callbacks import allocating_from, call, current_device
-from ._mapped import one_by_one
+from ._mapped import jit_one_by_one
 from ._specs import spec_of
 
 
@@ -27,17 +26,12 @@ def made(make, key, *arrays):
 
 @functools.cache
 def _maker(make, key):
-    @custom_vmap
     def bytes_of(*arrays):
         layout = layout_of(make, key, tuple(map(spec, arrays)))
         result = jax.ShapeDtypeStruct((layout.nbytes,), jnp.uint8)
         return call(_fill, (make, key), [result], arrays)[0]
 
-    @bytes_of.def_vmap
-    def rule(size, batched, *arrays):
-        return one_by_one(bytes_of, batched, arrays), True
-
-    return jax.jit(bytes_of)
+    return jit_one_by_one(bytes_of)
 
 
 def _fill(key, results, _, *arrays):
@@ -72,15 +66,14 @@ def layout_of(make, key, specs):
     given = list(map(nowhere, specs))
     with dry_run() as memory:
         found = make(key, *given)
-    fields = []
-    for array in found:
-        if array is None:
-            fields.append(None)
-        elif any(array is other for other in given):
-            fields.append(next(n for n, other in enumerate(given) if array is other))
-        else:
-            fields.append((array.data.ptr - _ALLOCATED, array.shape, array.dtype))
-    return Layout(memory.nbytes, type(found), tuple(fields))
+    numbers = {id(array): number for number, array in enumerate(given) if array is not None}
+
+    def field(array):
+        if array is None or id(array) in numbers:
+            return numbers.get(id(array))
+        return array.data.ptr - _ALLOCATED, array.shape, array.dtype
+
+    return Layout(memory.nbytes, type(found), tuple(map(field, found)))
 
 
 _GIVEN, _ALLOCATED, _ROOM = 1 << 44, 1 << 45, 1 << 44  # addresses at which nothing is
@@ -136,6 +129,4 @@ def dry_run():
         yield memory
 
 
-def spec(value):
-    """Return the spec of an array, None for None."""
-    return None if value is None else spec_of("array", value)
+spec = functools.partial(spec_of, "array")

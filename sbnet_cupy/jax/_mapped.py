@@ -60,6 +60,17 @@ def one_list(size, mapped, counts, indices, images, step):
     return jnp.full(1, size * rows, jnp.int32), indices
 
 
+def jit_one_by_one(function):
+    """Return a function of arrays, with one result, jitted; ``vmap`` calls it for each member."""
+    mapped = custom_vmap(function)
+
+    @mapped.def_vmap
+    def rule(size, batched, *arrays):
+        return one_by_one(mapped, batched, arrays), True
+
+    return jax.jit(mapped)
+
+
 def one_by_one(function, mapped, args):
     """Call a function once for each member of the mapped axis."""
     over = [array for array, is_mapped in zip(args, mapped, strict=True) if is_mapped is True]

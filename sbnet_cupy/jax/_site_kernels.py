@@ -10,7 +10,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_batching import custom_vmap
 
 from ..core.arrays import compute_dtype
 from ..core.spec import ArraySpec
@@ -25,7 +24,7 @@ from ..submanifold.transposed_rows import TRANSPOSED_ROWS
 from . import _namespace as ops
 from ._callbacks import allocating_from, call, current_device, has_gpu, vary_alike
 from ._kernel_memory import dry_run, layout_of, made, nowhere, spec
-from ._mapped import one_by_one
+from ._mapped import jit_one_by_one
 from ._sites import packing, rows_at
 from ._specs import computes_on_gpu
 
@@ -166,7 +165,6 @@ def _plan(operator, specs, options):
 def _called(operator, options, sort=None):
     """Return the jitted call of an operator with the order of its rows, if it has one."""
 
-    @custom_vmap
     def called(*arrays):
         own = arrays if sort is None else arrays[:-1]
         (result,) = operator.infer((*map(spec, own), None), options)
@@ -176,11 +174,7 @@ def _called(operator, options, sort=None):
         result = jax.ShapeDtypeStruct(result.shape, result.dtype)
         return call(_run, key, [result], arrays, scratch=_scratch(key, tuple(map(spec, own))))[0]
 
-    @called.def_vmap
-    def rule(size, batched, *arrays):
-        return one_by_one(called, batched, arrays), True
-
-    return jax.jit(called)
+    return jit_one_by_one(called)
 
 
 def _run(key, results, scratch, *arrays):
@@ -212,7 +206,7 @@ def _order(sort, rows, arena):
 def _scratch(key, specs):
     """Return the bytes that a call allocates."""
     operator, options, sort = key
-    plan = _plan(operator, [*specs, None], options) if has_gpu() else None
+    plan = _plan(operator, [*specs, None], options)
     if plan is None:
         return 0
     given = list(map(nowhere, specs))
@@ -266,17 +260,12 @@ def _has_finder(source, target, window):
 
 @functools.cache
 def _found(grid, sources, window):
-    @custom_vmap
     def found(target, count, tree):
         taps = int(np.prod(window.kernel))
         result = jax.ShapeDtypeStruct((taps, len(target)), jnp.int32)
         return call(_find, (grid, sources, window), [result], (target, count, tree))[0]
 
-    @found.def_vmap
-    def rule(size, batched, *arrays):
-        return one_by_one(found, batched, arrays), True
-
-    return jax.jit(found)
+    return jit_one_by_one(found)
 
 
 def _find(key, results, _, target, count, arena):

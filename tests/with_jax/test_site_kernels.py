@@ -3,6 +3,8 @@
 They are compared with those of XLA's own operations, and all their derivatives with theirs.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 
@@ -128,6 +130,44 @@ def test_a_table_that_was_made_by_hand_is_xlas(sbj, place, jax, routes):
 
     count = int(x.coordinates.count[0])
     assert to_numpy(jax.grad(loss)(x.features))[0].tolist() == [2 * count] * 3
+
+
+class Parts(NamedTuple):
+    """What :func:`part` makes."""
+
+    given: object
+    none: object
+    small: object
+    large: object
+
+
+def part(key, rows, nothing):
+    cupy = pytest.importorskip("cupy")
+    assert nothing is None and rows.shape == (2, 3)
+    small, _ = (cupy.empty(n, np.uint16) for n in (5, 300))
+    return Parts(rows, None, small, cupy.empty((key, 2), np.int32))
+
+
+def test_a_dry_run_tells_where_arrays_are(sbj, require, monkeypatch):
+    """Nothing is read, launched or allocated, so that it needs no GPU."""
+    from sbnet_cupy.core.rehearsal import REHEARSING
+    from sbnet_cupy.core.spec import ArraySpec
+    from sbnet_cupy.jax import _callbacks, _kernel_memory
+
+    require("cupy")
+    monkeypatch.setattr(_kernel_memory, "current_device", lambda: 0)
+    layout = _kernel_memory.layout_of(part, 7, (ArraySpec((2, 3), np.dtype(np.int32)), None))
+    assert layout.nbytes == 256 + 768 + 256 and layout.kind is Parts  # in pieces of 256
+    assert layout.fields == (0, None, (0, (5,), np.uint16), (256 + 768, (7, 2), np.int32))
+    memory = np.zeros(layout.nbytes, np.uint8)
+    arena = _callbacks._cupy_view(memory.ctypes.data, (memory.shape, memory.dtype), 0)
+    rows = object()
+    given, none, small, large = layout.views(arena, rows)
+    assert given is rows and none is None and small.data.ptr == arena.data.ptr
+    assert large.data.ptr == arena.data.ptr + 1024 and large.shape == (7, 2)
+    assert REHEARSING.now is None
+    with _kernel_memory.dry_run():
+        assert REHEARSING.now.skips("any", []) and "any" in REHEARSING.now.launched
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])

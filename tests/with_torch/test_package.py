@@ -85,11 +85,20 @@ def test_every_function_is_documented(st, name):
             assert re.search(rf"\b{parameter}\b", text), parameter
 
 
-@pytest.mark.parametrize(
-    "module",
-    ["ops", "layers", "modules.sparse_conv2d", "modules.sparse_bottleneck", "sparsify",
-     "submanifold.sites", "submanifold.convs", "submanifold.pools", "submanifold.norms"],
-)  # fmt: skip
+EXAMPLES = [
+    "ops", "layers", "modules.sparse_conv2d", "modules.sparse_bottleneck", "sparsify",
+    "submanifold.ahead", "submanifold.convs", "submanifold.graphs", "submanifold.norms",
+    "submanifold.pools", "submanifold.sites",
+]  # fmt: skip
+
+
+def test_the_examples_of_every_function_run(st):
+    modules = {inspect.unwrap(getattr(st, name)).__module__ for name in PUBLIC - {"nn"}}
+    own = {name for name in modules if name.startswith("sbnet_cupy.torch.")}
+    assert own <= {f"sbnet_cupy.torch.{name}" for name in EXAMPLES}
+
+
+@pytest.mark.parametrize("module", EXAMPLES)
 def test_examples_run(st, torch, module):
     module = sys.modules[f"sbnet_cupy.torch.{module}"]
     torch.manual_seed(0)

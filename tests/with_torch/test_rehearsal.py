@@ -557,19 +557,26 @@ def layers_at_sites(scn, width):
     return scn.Sequential(plain, scn.OutputLayer(3))
 
 
+def at_sites(device, layers, training):
+    """Return a network, and 3000 points with their values."""
+    from sbnet_cupy.torch import scn
+
+    torch.manual_seed(training)
+    net = layers_at_sites(scn, 24) if layers else AtSites(24)
+    points = torch.rand(3000, 3, device=device) * (33 if layers else 8)
+    values = torch.randn(3000, 4, device=device).half()
+    net = net.to(device).half().train(training)
+    return net, points.long() if layers else points, values
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("layers", [False, True])
 def test_graphs_at_sites_compile_at_once(st, require, cold, training, layers):
     """All but those that list sites, by whose numbers the others are chosen."""
-    device = on_device(require, torch, "cuda")
-    torch.manual_seed(training)
     from sbnet_cupy.torch import scn
 
-    net = (layers_at_sites(scn, 24) if layers else AtSites(24)).to(device).half().train(training)
-    points = torch.rand(3000, 3, device=device) * (33 if layers else 8)
-    points = points.long() if layers else points
-    values = torch.randn(3000, 4, device=device).half()
+    net, points, values = at_sites(on_device(require, torch, "cuda"), layers, training)
     found = []
     for again in (False, True):  # nothing is rehearsed again
         if layers:
@@ -592,14 +599,8 @@ def test_graphs_at_sites_compile_at_once(st, require, cold, training, layers):
 @pytest.mark.parametrize("layers", [False, True])
 def test_eager_calls_at_sites_compile_at_once(st, require, cold, training, layers):
     """A Sequential before its first call by itself, other networks where they are told to."""
-    device = on_device(require, torch, "cuda")
-    torch.manual_seed(training)
-    from sbnet_cupy.torch import scn
-
-    net = (layers_at_sites(scn, 24) if layers else AtSites(24)).to(device).half().train(training)
-    points = torch.rand(3000, 3, device=device) * (33 if layers else 8)
-    given = points.long() if layers else points, torch.randn(3000, 4, device=device).half()
-    given = (list(given),) if layers else given
+    net, *given = at_sites(on_device(require, torch, "cuda"), layers, training)
+    given = [given] if layers else given
     before = copy.deepcopy(net.state_dict())
     with torch.set_grad_enabled(training):
         if not layers:

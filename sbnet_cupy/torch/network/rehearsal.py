@@ -48,11 +48,8 @@ class Rehearsals:
             sparse._kind(x, False), x.device, table.rows, table.known_live, sparse.block_size,
             torch.is_grad_enabled(), *settings_of(sparse, x), *settings(),
         )  # fmt: skip
-        if kind in self._seen:
+        if not is_first_of(kind, self._seen):
             return
-        if len(self._seen) >= _MOST:
-            self._seen.clear()
-        self._seen.add(kind)
         is_first = not self._has_evaluated
         if not (sparse.training or torch.is_grad_enabled()):
             self._has_evaluated = True
@@ -60,6 +57,16 @@ class Rehearsals:
             sparse.model, kind[:1] + kind[2:],  # of any device of this kind
             lambda: _calls(sparse, x, table, outside, is_first), x, lambda: State(sparse.model).fit,
         )  # fmt: skip
+
+
+def is_first_of(kind, seen):
+    """Whether a kind of calls is not among those that were seen; note it there."""
+    if kind in seen:
+        return False
+    if len(seen) >= _MOST:
+        seen.clear()
+    seen.add(kind)
+    return True
 
 
 def rehearse_once(net, kind, run, like, may_copy, launched=()):

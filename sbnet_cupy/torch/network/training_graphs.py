@@ -83,6 +83,15 @@ def check_settings(given, got, name):
         )
 
 
+def check_module(net):
+    """Raise unless a network is a module."""
+    if not isinstance(net, torch.nn.Module):
+        raise TypeError(
+            f"net must be a torch.nn.Module, got {type(net).__name__}; put the function into the "
+            "forward of one, with its weights as parameters"
+        )
+
+
 def refuse_hooks(module, kind=State):
     """Raise if a module or one below it has hooks."""
     if kind(module).hooked:

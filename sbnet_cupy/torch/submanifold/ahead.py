@@ -5,17 +5,15 @@ import math
 import weakref
 
 import torch
-from torch.nn import Module
 
 from ...submanifold.map_kernels import LISTS
 from ..network.recordings import settings
-from ..network.rehearsal import differentiate, rehearse_once
+from ..network.rehearsal import differentiate, is_first_of, rehearse_once
 from ..network.state import State
-from ..network.training_graphs import settings_of
+from ..network.training_graphs import check_module, settings_of
 from ..network.trees import tree_leaves, tree_map
 
 _OWN = ("torch.nn.", __name__.partition(".")[0] + ".")  # modules of which a copy is on its own
-_MOST = 256  # kinds of calls of a network that are remembered
 _SEEN = weakref.WeakKeyDictionary()  # network -> kinds of calls that it has made
 
 
@@ -61,18 +59,14 @@ def compile_ahead(net, *inputs):
     ...         super().__init__()
     ...         self.w = torch.nn.Parameter(torch.ones(3, 3, 1, 4))
     ...     def forward(self, rows, values):
-    ...         x, _ = sparse_tensor(values, rows, (8, 8))
+    ...         x = sparse_tensor(values, rows, spatial_shape=(8, 8))
     ...         return submanifold_conv(x, self.w)
     >>> rows = torch.tensor([[0, 1, 1], [0, 1, 2]], dtype=torch.int32)
     >>> net = compile_ahead(Net(), rows, torch.ones(2, 1))
     >>> net(rows, torch.ones(2, 1)).features.shape
     torch.Size([2, 4])
     """
-    if not isinstance(net, Module):
-        raise TypeError(
-            f"net must be a torch.nn.Module, got {type(net).__name__}; put the function into the "
-            "forward of one, with its weights as parameters"
-        )
+    check_module(net)
     if State(net, most=math.inf).hooked:
         raise RuntimeError(
             "net must have no hooks, which a call of a copy would run, got some; register them "
@@ -98,12 +92,9 @@ def compile_before(net, *inputs):
     if like is None or not tensors:
         return
     sizes = [(*t.shape[-1:], t.numel().bit_length(), t.dtype, t.requires_grad) for t in tensors]
-    seen, kind = _SEEN.setdefault(net, set()), _kind(net, like, sizes)
-    if kind in seen:
+    kind = _kind(net, like, sizes)
+    if not is_first_of(kind, _SEEN.setdefault(net, set())):
         return
-    if len(seen) >= _MOST:
-        seen.clear()
-    seen.add(kind)
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         _rehearse(net, inputs, kind, like, lambda: _has_no_effects(net))
 

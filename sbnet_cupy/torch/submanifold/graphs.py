@@ -9,7 +9,7 @@ from ...core.scalars import as_number, as_number_in
 from ...errors import DeviceError, DTypeError, ShapeError
 from .._native import no_tensor, numpy_dtype
 from ..network import casts
-from ..network.training_graphs import check_settings
+from ..network.training_graphs import check_module, check_settings
 from .replay import Replayed, half_of, rehearse_graph
 from .rooms import Rooms
 from .unchanged import unchanged
@@ -94,11 +94,7 @@ def graphed(net, inputs, slack=0.25, fill=None):
     >>> run(scan[0][:2], scan[1][:2]).shape
     torch.Size([2, 4])
     """
-    if not isinstance(net, Module):
-        raise TypeError(
-            f"net must be a torch.nn.Module, got {type(net).__name__}; put the function into the "
-            "forward of one, with its weights as parameters"
-        )
+    check_module(net)
     if isinstance(inputs, torch.Tensor):
         raise DTypeError(
             "inputs must be a list of inputs of the network, got a Tensor; pass [tensor] for one"
