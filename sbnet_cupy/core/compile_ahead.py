@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from . import compile as compiling
@@ -16,6 +17,35 @@ def compile_kernels(kernels):
     with ThreadPoolExecutor(min(len(named), _processors())) as pool:
         for made in [pool.submit(compiling.cubin_on_disk, *each, arch) for each in named]:
             made.result()
+
+
+class Beside:
+    """Kernels that threads compile while the caller goes on: the ``kernels`` of a Rehearsal."""
+
+    def __init__(self):
+        self._begun, self._pool, self._lock = {}, None, threading.Lock()
+
+    def __setitem__(self, kernel, _):
+        """Begin to compile a (stem, kernel, template) that is not on disk, unless it was begun."""
+        stem, *instance = kernel
+        arch = compiling.current_architecture()
+        with self._lock:
+            if (kernel, arch) in self._begun:
+                return
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(_processors())
+            named = compiling.name_expression(*instance)
+            made = self._pool.submit(compiling.cubin_on_disk, stem, named, arch)
+            self._begun[kernel, arch] = made
+
+    def wait(self):
+        """Wait until all are compiled; an error comes from who loads the kernel."""
+        if self._pool is None:
+            return
+        with self._lock:
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown()
 
 
 class Note:

@@ -75,6 +75,9 @@ class Plan:
     resized : function, optional
         Of the lengths of the operator's ``lengths``, in their order: the plan of a call that
         differs in these alone, or None where there is none of the same kind.
+    by_kernels : bool
+        Whether ``run`` only launches kernels of this package on a GPU, and allocates with CuPy's
+        current allocator: then its launches can be repeated.
     """
 
     results: tuple
@@ -85,6 +88,7 @@ class Plan:
     base: tuple | None = None
     weight: int = 1
     resized: Callable | None = None
+    by_kernels: bool = False
     shape: tuple = field(init=False)  # of the first result
     strides: tuple = field(init=False)  # in elements
 

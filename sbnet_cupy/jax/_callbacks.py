@@ -18,6 +18,7 @@ except ImportError as error:
     raise ImportError("sbnet_cupy.jax needs JAX; pip install 'sbnet-cupy[jax]'") from error
 
 from ..core.arrays import whole_pieces
+from ..core.compile_ahead import Beside
 from ..core.launch import enqueue, recorded
 
 
@@ -37,6 +38,7 @@ def _find_buffer_callback():
     return buffer_callback
 
 
+BESIDE = Beside()  # kernels that are compiled while JAX traces and XLA compiles
 _buffer_callback = _find_buffer_callback()
 _MOST_PLACES = 64  # sets of addresses for which a callback keeps its launches
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
@@ -107,6 +109,7 @@ def _callback(body, spec, kinds, results, has_scratch, alias=()):
                 for launch, arguments in launches:
                     launch(*arguments)
                 return
+            BESIDE.wait()
             with recorded() as launches:
                 run(list(map(_cupy_view, places[1:], kinds, repeat(device))))
         if len(known) >= _MOST_PLACES:

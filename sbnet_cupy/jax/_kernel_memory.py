@@ -7,14 +7,16 @@ what is where, a dry run tells: the same Python code, with arrays at addresses w
 
 import contextlib
 import functools
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..core.arrays import whole_pieces
 from ..core.rehearsal import Rehearsal, rehearsing
-from ._callbacks import allocating_from, call, current_device
+from ._callbacks import BESIDE, allocating_from, call, current_device
 from ._mapped import jit_one_by_one
 from ._specs import spec_of
 
@@ -58,6 +60,19 @@ class Layout(NamedTuple):
             else cupy.ndarray(field[1], field[2], arena.data + field[0])
             for field in self.fields
         ]  # fmt: skip
+
+
+    def in_xla(self, arena):
+        """Return the arrays, none of which were given, as XLA's own."""
+        fields = (None if field is None else _piece(arena, *field) for field in self.fields)
+        return self.kind(*fields)
+
+
+def _piece(arena, start, shape, dtype):
+    """Return an array among bytes."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    words = arena[start : start + size].reshape(*shape, np.dtype(dtype).itemsize)
+    return jax.lax.bitcast_convert_type(words, dtype)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -105,18 +120,19 @@ class _Addresses:
 
 
 class _DryRun(Rehearsal):
-    """A rehearsal of loaded kernels, none of which is launched."""
+    """A rehearsal in which no kernel is launched; those that are not loaded are compiled beside."""
 
     def __init__(self):
-        super().__init__(_Everything())
+        super().__init__()
+        self.kernels = BESIDE
 
     def skips(self, stem, addresses):
         return True
 
 
-class _Everything:
-    def __contains__(self, stem):
-        return True
+def planning():
+    """Return a context in which plans are made, whose kernels are compiled beside."""
+    return rehearsing(_DryRun())
 
 
 @contextlib.contextmanager

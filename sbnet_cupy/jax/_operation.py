@@ -155,8 +155,9 @@ def spelled(operator, options):
         named["strides"] = pair(named["strides"], "strides")
     for name in {"add", "atomic", "transpose"} & set(named):
         named[name] = bool(named[name])
-    return tuple(map(_hashable, named.values()))
+    return tuple(map(hashable, named.values()))
 
 
-def _hashable(value):
-    return tuple(map(_hashable, value)) if isinstance(value, tuple | list) else value
+def hashable(value):
+    """Return an option with tuples in the place of lists."""
+    return tuple(map(hashable, value)) if isinstance(value, tuple | list) else value

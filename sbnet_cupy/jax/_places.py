@@ -36,6 +36,11 @@ def specs_of_table(table):
     return tuple(map(spec_of, names, arrays)), sizes
 
 
+def table_of(arrays, stage):
+    """Return the table of these arrays at a stage, unchecked."""
+    return _unflatten(stage, arrays)
+
+
 class Places:
     """The places of the rows of a stack."""
 

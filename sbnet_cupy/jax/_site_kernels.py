@@ -5,7 +5,7 @@ differentiated: see ``_site_conv.py``.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +22,11 @@ from ..submanifold.site_order import site_order
 from ..submanifold.site_tiles import TileShape, site_tiles
 from ..submanifold.transposed_rows import TRANSPOSED_ROWS
 from . import _namespace as ops
-from ._callbacks import allocating_from, call, current_device, has_gpu, vary_alike
-from ._kernel_memory import dry_run, layout_of, made, nowhere, spec
+from ._callbacks import call, has_gpu
+from ._kernel_calls import called, kernel_plan, on_gpu
+from ._kernel_memory import layout_of, made, spec
 from ._mapped import jit_one_by_one
 from ._sites import packing, rows_at
-from ._specs import computes_on_gpu
-
-_PLATFORM = "cuda"
 
 
 class How(NamedTuple):
@@ -48,21 +46,6 @@ def by_kernels(features, made):
     does not tell.
     """
     return bool(made._kept.get("made")) and features.size > 0 and has_gpu()
-
-
-def on_gpu(kernel, otherwise, *arrays):
-    """Return what ``kernel`` makes of arrays on a GPU, and ``otherwise`` elsewhere.
-
-    Where a compiled function runs is known when XLA compiles it, not while JAX traces.
-    """
-    if not any(isinstance(array, jax.core.Tracer) for array in arrays):
-        return (kernel if computes_on_gpu(arrays[0]) else otherwise)(*arrays)
-
-    def alike(function):  # inside shard_map
-        return lambda *given: vary_alike([function(*given)], given)[0]
-
-    branches = {_PLATFORM: alike(kernel)}
-    return jax.lax.platform_dependent(*arrays, default=alike(otherwise), **branches)
 
 
 def sum_by_xla(features, w, rows, groups, precision):
@@ -119,10 +102,10 @@ def weights(features, grad, rows, back, indices, *, how):
     options = (how.groups, how.precision)
     shape = rows.shape[0] * (features.shape[1] // how.groups), grad.shape[1]
     by_xla = functools.partial(_weights_by_xla, how=how)
-    if _plan(SITE_WEIGHT_GRAD, [*map(spec, (features, grad, rows)), None], options) is None:
+    if kernel_plan(SITE_WEIGHT_GRAD, [*map(spec, (features, grad, rows)), None], options) is None:
         found = by_xla(features, grad, rows)
     else:
-        found = on_gpu(_called(SITE_WEIGHT_GRAD, options), by_xla, features, grad, rows)
+        found = on_gpu(called(SITE_WEIGHT_GRAD, options), by_xla, features, grad, rows)
     return found.reshape(shape)
 
 
@@ -132,7 +115,7 @@ def multiplied(how, activation, features, w, scale, bias, residual, rows, valid,
     wide = compute_dtype(features.dtype)  # of tables, so that nothing has to convert them
     scale, bias = (table if table is None else table.astype(wide) for table in (scale, bias))
     arrays = (features, rows, valid, w, scale, bias, residual)
-    plan = _plan(SITE_CONV, [*map(spec, arrays), None], options)
+    plan = kernel_plan(SITE_CONV, [*map(spec, arrays), None], options)
 
     def by_xla(*arrays):
         return convolve_by_xla(*arrays[:-1], how.groups, activation, how.precision)
@@ -140,80 +123,15 @@ def multiplied(how, activation, features, w, scale, bias, residual, rows, valid,
     def by_kernel(*arrays):
         *arrays, indices = arrays
         if not isinstance(plan, OrderedPlan):
-            return _called(SITE_CONV, options)(*arrays)
+            return called(SITE_CONV, options)(*arrays)
         offsets = how.offsets if isinstance(plan.order, TileShape) else None
         sort = Sort(plan.order, features.shape[0], how.kernel_size, offsets)
         order = made(_sorted, sort, arrays[1], None if offsets is None else indices)
-        return _called(SITE_CONV, options, sort)(*arrays, order)
+        return called(SITE_CONV, options, sort)(*arrays, order)
 
     if plan is None:
         return by_xla(*arrays, indices)
     return on_gpu(by_kernel, by_xla, *arrays, indices)
-
-
-def _plan(operator, specs, options):
-    """Return the plan of a call by a kernel, on the current device; None where there is none."""
-    if not has_gpu():
-        return None
-    device = current_device()
-    specs = [spec and spec._replace(device=device) for spec in specs]
-    plan = operator.plan_of(specs, options)
-    return None if plan.resized is None else plan
-
-
-@functools.cache
-def _called(operator, options, sort=None):
-    """Return the jitted call of an operator with the order of its rows, if it has one."""
-
-    def called(*arrays):
-        own = arrays if sort is None else arrays[:-1]
-        (result,) = operator.infer((*map(spec, own), None), options)
-        if not result.size:
-            return jnp.zeros(result.shape, result.dtype)
-        key = operator, options, sort
-        result = jax.ShapeDtypeStruct(result.shape, result.dtype)
-        return call(_run, key, [result], arrays, scratch=_scratch(key, tuple(map(spec, own))))[0]
-
-    return jit_one_by_one(called)
-
-
-def _run(key, results, scratch, *arrays):
-    """Compute a call on native arrays: see ``_callbacks.call``."""
-    operator, options, sort = key
-    given = (*(arrays if sort is None else arrays[:-1]), results[0])
-    plan = operator.plan_for(given, options)
-    if sort is None:
-        with allocating_from(scratch):
-            plan.run(*given)
-    elif isinstance(plan, OrderedPlan) and plan.order == sort.order:
-        order = _order(sort, given[1], arrays[-1])
-        with allocating_from(scratch):
-            plan.run(*given, order)
-    else:  # another one, for arrays at odd addresses: it allocates what it needs
-        plan.run(*given)
-
-
-def _order(sort, rows, arena):
-    """Return the SiteOrder or SiteTiles among the bytes that :func:`_sorted` has allocated."""
-    sites = None
-    if sort.offsets is not None:
-        sites = ArraySpec((rows.shape[1], 1 + len(sort.offsets[0])), rows.dtype)
-    layout = layout_of(_sorted, sort, (ArraySpec(rows.shape, rows.dtype), sites))
-    return layout.kind(*layout.views(arena, rows))
-
-
-@functools.lru_cache(maxsize=1024)
-def _scratch(key, specs):
-    """Return the bytes that a call allocates."""
-    operator, options, sort = key
-    plan = _plan(operator, [*specs, None], options)
-    if plan is None:
-        return 0
-    given = list(map(nowhere, specs))
-    more = () if sort is None else (_order(sort, given[1], nowhere(ArraySpec((1,), np.uint8))),)
-    with dry_run() as memory:
-        plan.run(*given, nowhere(plan.results[0]), *more)
-    return memory.nbytes
 
 
 def transposed_rows(rows, sites):
@@ -228,7 +146,7 @@ def transposed_rows(rows, sites):
 
     if not has_gpu() or len(rows) > map_kernels.MOST_LINES:
         return by_xla(rows)
-    return on_gpu(_called(TRANSPOSED_ROWS, (sites,)), by_xla, rows)
+    return on_gpu(called(TRANSPOSED_ROWS, (sites,)), by_xla, rows)
 
 
 def find_rows(source, target, window, by_xla):
@@ -283,6 +201,55 @@ def _tree(grid, indices, count):
     return tree.words, tree.order, held
 
 
+class Listed(NamedTuple):
+    """The distinct sites of a list: see :func:`list_sites`."""
+
+    indices: Any  # int32 [capacity, 1 + d]
+    count: Any  # int32 [1]
+    inverse: Any  # int32 [n]: the site of each row; None for places of a window
+    winners: Any  # int32 [capacity]: the row that is chosen for each site; or None
+    status: Any  # int32 [1]
+
+
+class Listing(NamedTuple):
+    """Which sites are listed."""
+
+    packing: Any
+    capacity: int
+    mode: str
+    window: Any = None
+    readers: bool = False
+
+
+def list_sites(listing, indices, count, by_xla):
+    """Return the Listed sites of rows, or of places around ``count`` of them.
+
+    ``by_xla()`` lists them where there is no kernel for it.
+    """
+    if not _has_lister(listing, indices):
+        return by_xla()
+
+    def by_kernel(indices, count):
+        specs = spec(indices), None if count is None else spec(count)
+        return layout_of(_listed, listing, specs).in_xla(made(_listed, listing, indices, count))
+
+    return on_gpu(by_kernel, lambda *_: by_xla(), indices, count)
+
+
+def _has_lister(listing, indices):
+    """Whether there is a kernel for such a list."""
+    rows, d = len(indices), indices.shape[1] - 1
+    is_any = rows and listing.capacity and has_gpu()
+    return bool(is_any) and map_kernels.has_kernel(d, rows, listing.window)
+
+
+def _listed(listing, indices, count):
+    packing, capacity, mode, window, readers = listing
+    how = {"count": count, "window": window, "readers": readers}
+    found = map_kernels.distinct_sites(indices, packing, capacity, mode, **how)
+    return Listed(found.indices, found.count, found.inverse, found.winners, found.status)
+
+
 class Sort(NamedTuple):
     """What the order of a map's rows, as kernels read them, depends on besides the map."""
 
@@ -290,6 +257,18 @@ class Sort(NamedTuple):
     sources: int
     kernel_size: tuple
     offsets: tuple | None
+
+    def fits(self, plan):
+        """Whether a plan reads rows in this order."""
+        return isinstance(plan, OrderedPlan) and plan.order == self.order
+
+    def read(self, arrays, arena):
+        """Return the SiteOrder or SiteTiles among the bytes that :func:`_sorted` allocated."""
+        rows, sites = arrays[1], None
+        if self.offsets is not None:
+            sites = ArraySpec((rows.shape[1], 1 + len(self.offsets[0])), rows.dtype)
+        layout = layout_of(_sorted, self, (ArraySpec(rows.shape, rows.dtype), sites))
+        return layout.kind(*layout.views(arena, rows))
 
 
 def _sorted(sort, rows, indices):

@@ -1,11 +1,12 @@
 """Lists of sites for JAX, and the maps between them: in ``jit``, ``grad`` and ``vmap``.
 
-All is made of XLA's own operations, so it is differentiable any number of times, but for the rows
-of a map on a GPU, which a kernel finds. Shapes are static: lists have a ``capacity``. They keep no
-kernel maps, which XLA finds once in a compiled function, but whether they are sorted, and new sites
-by which window they were found.
+On a GPU kernels list sites, if no features are added up, and find the rows of maps. All else is
+made of XLA's own operations, so it is differentiable any number of times. Shapes are static: lists
+have a ``capacity``. They keep no kernel maps, which XLA finds once in a compiled function, but
+whether they are sorted, and new sites by which window they were found.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -34,7 +35,7 @@ from ..submanifold.site_arguments import MODES, check_capacity, check_grid, chec
 from ..submanifold.sparse_tensor import SparseTensor, check_rows, check_tensor
 from ..submanifold.window import Window, coarse_shape, fine_shape, read_offsets, read_window
 from ._documentation import documented
-from ._site_kernels import find_rows, transposed_rows
+from ._site_kernels import Listed, Listing, find_rows, list_sites, transposed_rows
 from ._sites import (
     distinct,
     find,
@@ -47,6 +48,7 @@ from ._sites import (
 )
 from ._specs import sized_spec_of, spec_of
 
+_ADDED = ("sum", "mean")  # modes that add rows up
 FAR = np.int32(np.iinfo(np.int32).min)  # a place past all that int32 holds; outside of every grid
 
 
@@ -114,16 +116,15 @@ def sparse_tensor(
 
 def put_rows(features, made, runs, mode):
     """Return the features of the sites ``made``, of the rows that belong to each."""
-    (place, site, first), rows, width = runs, made.capacity, features.shape[1]
+    rows, width = made.capacity, features.shape[1]
+    if mode not in _ADDED:
+        return SparseTensor(rows_at(features, jnp.where(valid_rows(made), runs, -1)), made)
     out = jnp.zeros((rows, width), features.dtype)
     if not rows:  # of a scatter into no rows JAX cannot compute the gradient
         return SparseTensor(out, made)
-    listed, last = features[place], jnp.append(site[1:] != site[:-1], True)[: len(site)]
-    if mode not in ("sum", "mean"):
-        chosen = last if mode == "last" else first
-        return SparseTensor(out.at[jnp.where(chosen, site, rows)].set(listed, mode="drop"), made)
-    wide = compute_dtype(features.dtype)
-    listed = jnp.where((site < rows)[:, None], listed, 0).astype(wide)
+    place, site, first = runs
+    last, wide = _last_of(site), compute_dtype(features.dtype)
+    listed = jnp.where((site < rows)[:, None], features[place], 0).astype(wide)
     ones = jnp.ones((len(listed), 1), wide)
     starts = first | (site == rows)
     sums = sums_of_runs(jnp.concatenate([listed, ones], axis=1), starts[:, None])
@@ -150,20 +151,42 @@ def reduce_columns(columns, there, grid, mode, order, capacity, drops=False):
     """Return the sites of columns of coordinates, each row's site, and which rows are whose.
 
     ``there`` are the rows that have one; that others have none is no error where it ``drops`` them.
+    Which rows are whose is the row that is chosen for each site, int32 [capacity], or, for modes
+    that add rows up, what :func:`distinct` returns of their order.
     """
     rows = columns[0].shape[0]
     capacity = rows if capacity is None else int(capacity)
     packing = packing_of(*grid, len(columns) - 1)
     packing = raster_packing(packing) if order == "raster" else packing
-    words, valid = words_of(columns, there, packing)
-    listed, count, place, site, first = distinct(columns, words, valid, capacity)
-    inverse = jnp.zeros(rows, jnp.int32).at[place].set(jnp.where(site < capacity, site, -1))
-    status = 0 if drops else (~valid).any() * OUTSIDE
-    if mode == "unique":
-        status += (valid.sum() > count[0]) * DUPLICATE
-    made = CoordinateMap(listed, count, *grid, jnp.asarray(status, jnp.int32).reshape(1))
+
+    def by_sorting():
+        words, valid = words_of(columns, there, packing)
+        listed, count, *runs = distinct(columns, words, valid, capacity)
+        place, site, first = runs
+        inverse = jnp.zeros(rows, jnp.int32).at[place].set(jnp.where(site < capacity, site, -1))
+        status = (~valid).any() * OUTSIDE
+        if mode == "unique":
+            status += (valid.sum() > count[0]) * DUPLICATE
+        if mode not in _ADDED:
+            chosen = jnp.where(_last_of(site) if mode == "last" else first, site, capacity)
+            runs = jnp.full(capacity, -1, jnp.int32).at[chosen].set(place, mode="drop")
+        return Listed(listed, count, inverse, runs, status.astype(jnp.int32).reshape(1))
+
+    if order == "leaf" and mode not in _ADDED:
+        listing = Listing(packing, capacity, mode)
+        given = jnp.where(there[:, None], jnp.stack(columns, axis=1), -1)
+        found = list_sites(listing, given, None, by_sorting)
+    else:
+        found = by_sorting()
+    status = found.status & ~OUTSIDE if drops else found.status
+    made = CoordinateMap(found.indices, found.count, *grid, status)
     made._kept["leaf_order"] = order == "leaf"
-    return made, inverse, (place, site, first)
+    return made, found.inverse, found.winners
+
+
+def _last_of(site):
+    """Return which rows are the last of their site, of rows in the order of sites."""
+    return jnp.append(site[1:] != site[:-1], True)[: len(site)]
 
 
 def _select(coordinates, mask, capacity):
@@ -346,7 +369,7 @@ def _coarse_sites(fine, window, capacity):
             found.append(jnp.where(reads & (into % np.uint32(shared) == 0), place, -1))
         return jnp.stack(found)
 
-    made = _sites_at(readers, fine, most_places(window, True), shape, capacity)
+    made = _sites_at(readers, fine, window, True, shape, capacity)
     made._kept["window"] = window
     return made
 
@@ -360,7 +383,7 @@ def _fine_sites(coarse, window, output_padding, capacity):
         k, stride, dilation, pad = window.axes()[axis]
         return _reached(position, stride, pad, np.arange(k, dtype=np.int64) * dilation)
 
-    return _sites_at(reached, coarse, most_places(window, False), shape, capacity)
+    return _sites_at(reached, coarse, window, False, shape, capacity)
 
 
 def _status_after(source):
@@ -369,10 +392,29 @@ def _status_after(source):
     return status if source.status is None else source.status | status
 
 
-def _sites_at(places, like, most, shape, capacity):
-    """Return the distinct sites at the places of the sites of ``like``, so many for one at most."""
+def _sites_at(places, like, window, readers, shape, capacity):
+    """Return the distinct sites at the places of the sites of ``like``.
+
+    These are the places that sites read through a window, or the ``readers`` that read them.
+    """
     if capacity is None:
-        capacity = most_sites(like.capacity * most, like.batch_size, shape)
+        most = like.capacity * most_places(window, readers)
+        capacity = most_sites(most, like.batch_size, shape)
+    packing, status = packing_of(shape, like.batch_size, like.dimensions), _status_after(like)
+    if shape is None:  # kernels do not tell which places are beyond what keys can hold
+        found, beyond = _sorted_sites(places, like, packing, capacity)
+        status = status | jnp.int32(OUTSIDE) * beyond.reshape(1)
+    else:
+        listing = Listing(packing, capacity, "first", window, readers)
+        by_sorting = functools.partial(_sorted_sites, places, like, packing, capacity)
+        found = list_sites(listing, like.indices, like.count, lambda: by_sorting()[0])
+    made = CoordinateMap(found.indices, found.count, shape, like.batch_size, status)
+    made._kept["leaf_order"] = True
+    return made
+
+
+def _sorted_sites(places, like, packing, capacity):
+    """Return the sites at places, and whether there are places past the limits, by sorting."""
     sample, *position = like.indices.T
     lists = [places(column, axis) for axis, column in enumerate(position)]
     grid = np.stack(np.meshgrid(*map(np.arange, map(len, lists)), indexing="ij"), -1)
@@ -382,18 +424,12 @@ def _sites_at(places, like, most, shape, capacity):
     ]
     copies = len(columns[0]) // max(like.capacity, 1)
     columns = [jnp.tile(sample, copies), *columns]
-    valid, packing = valid_rows(like), packing_of(shape, like.batch_size, like.dimensions)
-    status = _status_after(like)
-    if shape is None:  # places beyond what keys can hold are dropped, and flagged
-        beyond = jnp.zeros((), bool)
-        for found, limit in zip(lists, packing.limits[1:], strict=True):
-            beyond |= (((found > limit - 1) | (found == FAR)) & valid).any()
-        status = status | jnp.int32(OUTSIDE) * beyond.reshape(1)
+    valid, beyond = valid_rows(like), jnp.zeros((), bool)
+    for found, limit in zip(lists, packing.limits[1:], strict=True):
+        beyond |= (((found > limit - 1) | (found == FAR)) & valid).any()
     words, valid = words_of(columns, jnp.tile(valid, copies), packing)
     rows, count, *_ = distinct(columns, words, valid, capacity)
-    made = CoordinateMap(rows, count, shape, like.batch_size, status)
-    made._kept["leaf_order"] = True
-    return made
+    return Listed(rows, count, None, None, jnp.zeros(1, jnp.int32)), beyond
 
 
 def way_back(coarse, fine, kernel_size=None):

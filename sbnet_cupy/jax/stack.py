@@ -1,9 +1,9 @@
 """The stack operations for JAX: a network that stays on the blocks of its images.
 
-Shapes and checks are those of the package's declarations. What reads neighbouring blocks is made of
-XLA's own operations, so it can be part of ``jit``, differentiated any number of times, forwards
-too, and mapped; convolutions are XLA's. Images become stacks, and stacks images, by the kernels of
-:func:`sparse_gather` and :func:`sparse_scatter`.
+Shapes and checks are those of the package's declarations. On a GPU XLA calls back kernels, where
+there are some; elsewhere all is made of XLA's own operations. Both can be part of ``jit``,
+differentiated any number of times, forwards too, and mapped. Images become stacks, and stacks
+images, by the kernels of :func:`sparse_gather` and :func:`sparse_scatter`, backwards only.
 """
 
 from typing import Any
@@ -19,7 +19,6 @@ from ..block_sparse.from_mask import images_of_mask
 from ..block_sparse.stack.block_table import BlockTable
 from ..block_sparse.stack.checks import background_number, check_stack
 from ..block_sparse.stack.interpolation import phases, resolve_resize
-from ..block_sparse.stack.neighbours import Axis
 from ..block_sparse.stack.stack_conv2d import STACK_CONV2D, resolve_stack_conv
 from ..block_sparse.stack.stack_from_image import check_images
 from ..block_sparse.stack.stack_halo import STACK_HALO, halo_axes, resolve_pads
@@ -31,6 +30,9 @@ from . import _namespace as ops
 from ._documentation import documented
 from ._places import Places, specs_of_table
 from ._specs import spec_of
+from ._stack_conv import stack_conv
+from ._stack_halo import fetch
+from ._stack_kernels import Form, convolve_by_xla, has_kernel, swap_channels
 from .ops import reduce_mask
 
 
@@ -174,7 +176,7 @@ def stack_halo(x, table, pads, *, fill: Any = 0):
     """
     arrays, sizes = specs_of_table(table)
     STACK_HALO.infer((spec_of("x", x), *arrays, None), (*sizes, pads, fill))
-    return Places(table).fetch(x, *halo_axes(table.block_size, resolve_pads(pads)), fill)
+    return fetch(x, table, *halo_axes(table.block_size, resolve_pads(pads)), fill)
 
 
 @documented(core.stack_conv2d)
@@ -198,8 +200,10 @@ def stack_conv2d(
 ):
     """Convolve a stack of blocks as the images they are part of: :func:`sbnet_cupy.stack_conv2d`.
 
-    The result is rounded once, after the activation; on a GPU XLA rounds the sums of half floats
-    first. Rows that are no block are 0, and so is what is outside the image.
+    Rounded once, after the activation. On a GPU there are kernels for half floats, for TF32 and for
+    depthwise convolutions, not for transposed ones of other strides than 1: what XLA computes
+    there rounds the sums of half floats first. Rows that are no block are 0, and so is what is
+    outside the image.
 
     Examples
     --------
@@ -221,16 +225,13 @@ def stack_conv2d(
     read = (spec_of("x", x), spec_of("w", w))
     STACK_CONV2D.infer((*read, *arrays, *epilogue, None), (*sizes, *options))
     problem = resolve_stack_conv(*read, BlockTable(*arrays, *sizes), *options)
-    places, window = Places(table), problem.window
-    w = _as_hwio(w, problem)
-    convolve = _to_fine if problem.transposed else _to_coarse
-    y = ops.affine(convolve(x, w, places, window, groups, precision), scale, bias, None)
-    own = Places(table.at(*problem.stage_out)).own()
-    if residual is not None:
-        # Not read where there is no pixel: a NaN there would be one in gradients of w and tables.
-        y += jnp.where(own, residual.astype(y.dtype), 0)
-    y = ops.cast(ops.affine(y, None, None, activation), x.dtype)
-    return jnp.where(own, y, 0)
+    form, back = Form(problem.window, int(groups), precision), problem.transposed
+    w, listed = _as_hwio(w, problem), table._arrays()
+    given = (scale, bias, residual)
+    if has_kernel(form, spec_of("x", x), spec_of("w", w), arrays, back):
+        w = swap_channels(w, form.groups) if back else w
+        return stack_conv(x, w, *given, listed, form, back, activation)
+    return convolve_by_xla(form, back, activation, x, w, *given, listed)
 
 
 def _as_hwio(w, problem):
@@ -241,42 +242,6 @@ def _as_hwio(w, problem):
     groups = problem.groups
     w = w.reshape(groups, channels // groups, out, r, s).transpose(3, 4, 1, 0, 2)
     return w.reshape(r, s, channels // groups, groups * out)
-
-
-def _to_coarse(x, w, places, window, groups, precision):
-    """Convolve blocks with the pixels around them that their outputs read."""
-    axes = [
-        Axis(-before, 1, b - s + (k - 1) * d + 1)
-        for before, b, s, k, d in zip(
-            window.before, window.fine.block_size, window.strides, window.kernel, window.dilation,
-            strict=True,
-        )
-    ]  # fmt: skip
-    options = {"window_strides": window.strides, "padding": "VALID"}
-    options |= {"rhs_dilation": window.dilation, "feature_group_count": groups}
-    return ops.convolve_wide(places.fetch(x, *axes), w, precision=precision, **options)
-
-
-def _to_fine(x, w, places, window, groups, precision):
-    """The transposed convolution: pixel p of the result reads i with ``p = i * s - top + r * d``.
-
-    It is a convolution with the kernel turned round, of pixels that are s apart with zeros between.
-    """
-    axes, pads = [], []
-    for before, b, s, k, d in zip(
-        window.before, window.fine.block_size, window.strides, window.kernel, window.dilation,
-        strict=True,
-    ):  # fmt: skip
-        start = before - (k - 1) * d  # in pixels of the result, of what the first one reads
-        first, last = -(-start // s), (b - 1 + before) // s
-        count = max(last - first + 1, 1)
-        axes.append(Axis(first, 1, count))
-        low = first * s - start
-        pads.append((low, b + (k - 1) * d - low - (count - 1) * s - 1))
-    options = {"window_strides": (1, 1), "padding": pads, "lhs_dilation": window.strides}
-    options |= {"rhs_dilation": window.dilation, "feature_group_count": groups}
-    halo = places.fetch(x, *axes)
-    return ops.convolve_wide(halo, w[::-1, ::-1], precision=precision, **options)
 
 
 @documented(core.stack_per_block)
@@ -321,12 +286,12 @@ def stack_interpolate(
             f"scale_factor {scale_factor!r}, size {size!r} and align_corners {align_corners!r}; "
             "resize the images of stack_to_image by jax.image"
         )
-    places, (bh, bw), (fh, fw) = Places(table), table.block_size, resize.factors
+    (bh, bw), (fh, fw) = table.block_size, resize.factors
     if mode == "nearest":
         spread = jnp.broadcast_to(x[:, :, None, :, None], (len(x), bh, fh, bw, fw, x.shape[3]))
         y = spread.reshape(len(x), bh * fh, bw * fw, x.shape[3])
     else:
-        halo = places.fetch(x, *halo_axes((bh, bw), ((1, 1), (1, 1))), "edge")
+        halo = fetch(x, table, *halo_axes((bh, bw), ((1, 1), (1, 1))), "edge")
         halo = halo.astype(compute_dtype(x.dtype))
         y = _interleaved(_interleaved(halo, 1, bh, fh), 2, bw, fw).astype(x.dtype)
     return jnp.where(Places(table.at(*resize.new)).own(), y, 0)

@@ -1,4 +1,4 @@
-"""The pools of a stack for JAX, made of XLA's own operations, as :mod:`.stack` is."""
+"""The pools of a stack for JAX: by kernels on a GPU, elsewhere made of XLA's own operations."""
 
 import functools
 import math
@@ -11,17 +11,19 @@ import numpy as np
 import sbnet_cupy as core
 
 from ..block_sparse.stack.block_table import BlockTable
-from ..block_sparse.stack.checks import check_stack
 from ..block_sparse.stack.neighbours import Axis
 from ..block_sparse.stack.pooling import resolve_pool, tap_slices, window_taps
 from ..block_sparse.stack.stack_avg_pool import STACK_AVG_POOL
-from ..block_sparse.stack.stack_global_pool import MODES
+from ..block_sparse.stack.stack_global_pool import STACK_GLOBAL_POOL
 from ..block_sparse.stack.stack_max_pool import STACK_MAX_POOL
 from ..core.arrays import compute_dtype
-from ..dense.conv2d import check_choice
+from ._callbacks import vary_alike
 from ._documentation import documented
-from ._places import Places, specs_of_table
+from ._kernel_calls import called, kernel_plan, on_gpu
+from ._operation import hashable
+from ._places import Places, specs_of_table, table_of
 from ._specs import spec_of
+from ._stack_halo import fetch
 
 
 @documented(core.stack_max_pool)
@@ -37,12 +39,13 @@ def stack_max_pool(
     >>> stack_max_pool(-jnp.ones((1, 2, 2, 1)), table, kernel=2).tolist()
     [[[[-1.0]]]]
     """
-    arrays, sizes = specs_of_table(table)
-    options = (kernel, strides, padding, dilation, ceil_mode)
-    STACK_MAX_POOL.infer((spec_of("x", x), *arrays, None), (*sizes, *options))
-    window = resolve_pool(spec_of("x", x), BlockTable(*arrays, *sizes), *options)
+    return _pool(STACK_MAX_POOL, x, table, (kernel, strides, padding, dilation, ceil_mode))
+
+
+def _max_pool(x, table, *options):
+    window = resolve_pool(*_specs(x, table), *options)
     places, axes = Places(table), _halo_of(window)
-    halo = places.fetch(x, *axes, "-inf")
+    halo = fetch(x, table, *axes, "-inf")
     y = _over_taps(halo, window, _larger, order=(1, 0))  # the first in the order of rows
     seen = _over_taps(places.inside(*axes), window, jnp.logical_or)
     after = Places(table.at(*window.coarse))
@@ -63,14 +66,14 @@ def stack_avg_pool(
     >>> stack_avg_pool(jnp.arange(4.0).reshape(1, 2, 2, 1), table, kernel=2).tolist()
     [[[[1.5]]]]
     """
-    arrays, sizes = specs_of_table(table)
     options = (kernel, strides, padding, ceil_mode, count_include_pad, divisor)
-    STACK_AVG_POOL.infer((spec_of("x", x), *arrays, None), (*sizes, *options))
-    window = resolve_pool(
-        spec_of("x", x), BlockTable(*arrays, *sizes), kernel, strides, padding, 1, ceil_mode
-    )
+    return _pool(STACK_AVG_POOL, x, table, options)
+
+
+def _avg_pool(x, table, kernel, strides, padding, ceil_mode, count_include_pad, divisor):
+    window = resolve_pool(*_specs(x, table), kernel, strides, padding, 1, ceil_mode)
     places, total = Places(table), compute_dtype(x.dtype)
-    halo = places.fetch(x, *_halo_of(window)).astype(total)
+    halo = fetch(x, table, *_halo_of(window)).astype(total)
     sums = _over_taps(halo, window, jnp.add)
     if divisor is None:
         counts = [_counted(places, window, axis, count_include_pad) for axis in (0, 1)]
@@ -115,9 +118,10 @@ def stack_global_pool(x, table, *, mode="mean"):
     >>> stack_global_pool(jnp.ones((2, 2, 2, 1)), block_table(jnp.eye(4)[None], 2)).tolist()
     [[0.5]]
     """
-    check_choice("mode", mode, MODES)
-    arrays, sizes = specs_of_table(table)
-    check_stack("x", spec_of("x", x), BlockTable(*arrays, *sizes))
+    return _pool(STACK_GLOBAL_POOL, x, table, (mode,))
+
+
+def _global_pool(x, table, mode):
     places, total, here = Places(table), compute_dtype(x.dtype), math.prod(table.image_size)
     own = places.own()
     if mode != "max":
@@ -160,3 +164,66 @@ def _first_inactive(places, most):
     line, column = (jnp.arange(n, dtype=jnp.int32) * b for n, b in sizes)
     free = (line < height)[:, None] & (column < width) & ((grid < 0) | (grid >= places.limit))
     return jnp.where(free, line[:, None] * width + column, most).min((1, 2), initial=most)
+
+
+def _pool(operator, x, table, options):
+    """Check a pooling and compute it, by a kernel on a GPU if there is one."""
+    arrays, sizes = specs_of_table(table)
+    specs, options = (spec_of("x", x), *arrays, None), hashable((*sizes, *options))
+    operator.infer(specs, options)
+    given = x, *table._arrays()
+    if kernel_plan(operator, specs, options) is None:
+        return _by_xla(operator, options, *given)
+    return _by_kernel(operator, options)(*vary_alike(given))
+
+
+@functools.cache
+def _by_kernel(operator, options):
+    """Return the jitted pooling of a stack and a table; its tangent is that of XLA's operations."""
+    by_xla = functools.partial(_by_xla, operator, options)
+
+    def by_kernel(x, *arrays):
+        y = called(operator, options)(x, *arrays)
+        table = table_of(arrays, options[:2])
+        return y if operator is STACK_GLOBAL_POOL else _inside(operator, x, y, table, *options[2:])
+
+    @jax.custom_jvp
+    def pool(*arrays):
+        return on_gpu(by_kernel, by_xla, *arrays)
+
+    @pool.defjvp
+    def _(primals, tangents):
+        x, *table = primals
+        _, change = jax.jvp(lambda x: by_xla(x, *table), (x,), tangents[:1])
+        return pool(*primals), change
+
+    return jax.jit(pool)
+
+
+def _inside(operator, x, y, table, kernel, strides, padding, *others):
+    """Return a stack that was pooled with zeros outside the image, where the kernel leaves any."""
+    dilation, ceil_mode = others if operator is STACK_MAX_POOL else (1, others[0])
+    window = resolve_pool(*_specs(x, table), kernel, strides, padding, dilation, ceil_mode)
+    after = table.at(*window.coarse)
+    covered = (n * b for n, b in zip(after.grid.shape[1:], after.block_size, strict=True))
+    return y if tuple(covered) == after.image_size else jnp.where(Places(after).own(), y, 0)
+
+
+def _by_xla(operator, options, x, *arrays):
+    """Compute a checked pooling in XLA's own operations."""
+    block_size, image_size, *options = options
+    table = table_of(arrays, (block_size, image_size))
+    return _IN_XLA[operator.name](x, table, *options)
+
+
+_IN_XLA = {
+    "stack_max_pool": _max_pool,
+    "stack_avg_pool": _avg_pool,
+    "stack_global_pool": _global_pool,
+}
+
+
+def _specs(x, table):
+    """Return the spec of a stack, and the table as specs."""
+    arrays, sizes = specs_of_table(table)
+    return spec_of("x", x), BlockTable(*arrays, *sizes)

@@ -55,8 +55,9 @@ def _plan_sized(conv, out, sources, targets, *_):
             launch(features, grad_y, rows, out, empty((nbytes,), np.uint8, features))
 
     return Plan(
-        (out,), run, launch, operands=(0, 1, 2, 3, 4), scratch=whole_pieces(nbytes), resized=again
-    )
+        (out,), run, launch, operands=(0, 1, 2, 3, 4), scratch=whole_pieces(nbytes),
+        resized=again, by_kernels=True,
+    )  # fmt: skip
 
 
 def prepare_sums(dtype, matrix, taps, shares, middle_shares, alignment=0, parts=4):

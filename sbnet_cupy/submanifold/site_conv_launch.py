@@ -51,7 +51,7 @@ def _plan_sized(conv, kernel_size, tables, result, sources, targets, *_):
     if plan is None:
         return None
     if isinstance(plan, FmaPlan):
-        return Plan((result,), _by_fma(conv, plan), resized=again)
+        return Plan((result,), _by_fma(conv, plan), resized=again, by_kernels=True)
     steps = (0, conv.channels * conv.channels_out, conv.channels_out, 1)
     pack = _pack(_without_sites(conv), _whole(conv, plan), tables, steps, result.device)
     multiply, multiply_early = _by_tensor_cores(conv, plan)
@@ -72,7 +72,7 @@ def _plan_sized(conv, kernel_size, tables, result, sources, targets, *_):
     return OrderedPlan(
         (result,), run, launch=multiply, operands=_operands(plan, 8, (2, 6, 7)), pack=pack, how=how,
         weights=(3, 4, 5), early_launch=multiply_early, order=plan.order, sort=sort,
-        partials=partials, resized=again,
+        partials=partials, resized=again, by_kernels=True,
     )  # fmt: skip
 
 
@@ -104,7 +104,7 @@ def _plan_back_sized(conv, dtype, reverse, out, sources, targets, *_):
                 turned = swap_channels(w, conv.groups, reverse)
             multiply(grad_y, back, None, turned, None, None, None, out)
 
-        return Plan((out,), run_fma, resized=again)
+        return Plan((out,), run_fma, resized=again, by_kernels=True)
     step = conv.channels * conv.channels_out
     start, tap_step = ((conv.taps - 1) * step, -step) if reverse else (0, step)
     steps, only = (start, tap_step, 1, conv.channels), True
@@ -119,6 +119,7 @@ def _plan_back_sized(conv, dtype, reverse, out, sources, targets, *_):
     return OrderedPlan(
         (out,), run, launch=multiply, operands=_operands(plan, 4, (None, None, 3)), pack=pack,
         weights=(1,), order=plan.order, sort=sort, partials=partials, resized=again,
+        by_kernels=True,
     )  # fmt: skip
 
 

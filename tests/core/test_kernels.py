@@ -290,6 +290,32 @@ def test_a_kernel_that_does_not_compile_is_an_error_behind_the_others(
     assert sorted(path.suffix for path in cache.iterdir()) == [".cubin", ".json"]
 
 
+def test_kernels_are_compiled_beside_the_caller(nvrtc, toy, cache, compiled, monkeypatch):
+    """Each once, while the caller goes on; an error is that of who loads the kernel."""
+    monkeypatch.setattr(compiling, "current_architecture", lambda: "sm_80")
+    may_go_on, compile_cubin = threading.Event(), compiling.compile_cubin
+
+    def held(*arguments):
+        assert may_go_on.wait(60)
+        return compile_cubin(*arguments)
+
+    monkeypatch.setattr(compiling, "compile_cubin", held)
+    beside = compile_ahead.Beside()
+    beside.wait()  # for nothing
+    for number in (1, 2, 1):
+        beside["toy", "toy", (number,)] = None
+    beside["toy", "absent", (1,)] = None
+    assert not list(cache.iterdir())
+    may_go_on.set()
+    beside.wait()
+    assert sorted(call[1] for call in compiled) == [["absent<1>"], ["toy<1>"], ["toy<2>"]]
+    assert sorted(path.suffix for path in cache.iterdir()) == 2 * [".cubin"] + 2 * [".json"]
+    beside["toy", "toy", (1,)] = None
+    beside["toy", "toy", (3,)] = None  # by threads of their own
+    beside.wait()
+    assert len(compiled) == 4
+
+
 def test_what_was_compiled_is_noted_on_disk(nvrtc, toy, cache, monkeypatch, forget):
     monkeypatch.setattr(compiling, "current_architecture", lambda: "sm_80")
     note = compile_ahead.Note("a network")

@@ -414,6 +414,21 @@ def test_the_flow_on_a_gpu(fake_gpu, tiny, tmp_path, monkeypatch):
     assert "chain" in part("harness.report").device(tmp_path, tmp_path)
 
 
+def test_networks_in_jax_are_compared(jax, tmp_path, monkeypatch, capsys):
+    """On a CPU no rows are written; a result that differs is an error."""
+    pytest.importorskip("torch")  # which makes the masks
+    bench = part("networks.bench_jax_networks")
+    command = ["--cpu", "--quick", "--batch", "1", "--out", str(tmp_path)]
+    assert bench.main(command) == 0
+    assert not part("harness.rows").read(tmp_path / bench.FILE)
+    found = capsys.readouterr().out
+    assert found.count(" of dense") == 2 * (1 + len(bench.SHARES)) + 1 + len(bench.TRAINED)
+    dense = bench.dense
+    monkeypatch.setattr(bench, "dense", lambda *given: 1.1 * dense(*given))
+    with pytest.raises(AssertionError, match=r"batch 1: relative error 9\.1e-02 to"):
+        bench.main(command)
+
+
 def test_the_calls_in_jax_are_checked_and_run(jax, tiny):
     """Each jitted call gives what the package gives; on a GPU the same calls are timed."""
     bench, session = part("adapters.bench_jax_host_cost"), types.SimpleNamespace(xp=np, points=None)

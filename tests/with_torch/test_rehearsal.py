@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import random
 import sys
 import threading
@@ -11,6 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from sbnet_cupy.core.operator import clear_plans  # noqa: E402
 from support import networks  # noqa: E402  (needs PyTorch)
 from support.torch_cases import on_device  # noqa: E402
 
@@ -486,6 +488,11 @@ def cold(tmp_path, monkeypatch):
     monkeypatch.setattr(compiling, "compile_cubin", noted)
     monkeypatch.setattr(launch, "_LOADED", {})
     monkeypatch.setattr(launch, "_PARAMETERS", {})
+    clear_plans()  # and all else that keeps a launch
+    cached = type(compiling._cache_dir)
+    for kept in gc.get_objects():
+        if type(kept) is cached and str(kept.__module__).startswith("sbnet_cupy."):
+            kept.cache_clear()
     yield names
     compiling._cache_dir.cache_clear()
 

@@ -63,7 +63,8 @@ def run_plan(result, table, launch, body):
     """Return the plan that runs a launch, or ``body`` where there is none."""
     if launch is not None:
         single = launch if hasattr(launch, "on") else None  # several kernels have no address
-        return Plan((result,), launch, single, operands=(0, 1, 2, 3, 4))
+        operands = (0, 1, 2, 3, 4)
+        return Plan((result,), launch, single, operands=operands, by_kernels=True)
     sizes = table.block_size, table.image_size
 
     def run(x, bin_counts, active_block_indices, grid, out):

@@ -37,7 +37,7 @@ def plan_kernel(x, w, table, problem, residual, out, result):
         packed = w.packed(how, pack) if isinstance(w, PackedWeights) else pack(w, scale, bias)
         launch(x, packed, residual, bin_counts, active_block_indices, grid, out)
 
-    return PackedPlan((result,), run, pack=pack, how=how, weights=(1, 5, 6))
+    return PackedPlan((result,), run, pack=pack, how=how, weights=(1, 5, 6), by_kernels=True)
 
 
 def describe(x, table, problem, residual, out):

@@ -34,7 +34,7 @@ def plan_depthwise(conv, w_format, stacks, result):
             tables = map(_as_float32, (scale, bias))
             launch(x, w, *tables, residual, bin_counts, active_block_indices, grid, out)
 
-    return Plan((result,), run)
+    return Plan((result,), run, by_kernels=True)
 
 
 def _as_float32(array):

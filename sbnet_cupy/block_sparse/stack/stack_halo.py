@@ -131,7 +131,7 @@ def _plan(specs, options):
         return Plan((result,), _no_blocks)
     if x.on_gpu:
         launch = _stack_halo_cuda(x, table, axes, out or result, fill)
-        return Plan((result,), launch, launch, operands=(0, 1, 2, 3, 4))
+        return Plan((result,), launch, launch, operands=(0, 1, 2, 3, 4), by_kernels=True)
     body = functools.partial(_stack_halo_numpy, sizes=options[:2], axes=axes, fill=fill)
     return Plan((result,), body)
 

@@ -1,0 +1,111 @@
+"""Operators whose kernels XLA calls back where it computes on a GPU.
+
+Elsewhere, and where there is no kernel, the same is made of XLA's own operations. Nothing here is
+differentiated: see ``_derivatives.py``.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from ..core.spec import ArraySpec
+from ._callbacks import allocating_from, call, current_device, has_gpu, vary_alike
+from ._kernel_memory import dry_run, nowhere, planning, spec
+from ._mapped import jit_one_by_one
+from ._specs import computes_on_gpu
+
+_PLATFORM = "cuda"
+
+
+def on_gpu(kernel, otherwise, *arrays):
+    """Return what ``kernel`` makes of arrays on a GPU, and ``otherwise`` elsewhere.
+
+    Where a compiled function runs is known when XLA compiles it, not while JAX traces.
+    """
+    if not any(isinstance(array, jax.core.Tracer) for array in arrays):
+        return (kernel if computes_on_gpu(arrays[0]) else otherwise)(*arrays)
+
+    def alike(function):  # inside shard_map
+        def same(*given):
+            found, kind = jax.tree.flatten(function(*given))
+            return jax.tree.unflatten(kind, vary_alike(found, jax.tree.leaves(given)))
+
+        return same
+
+    branches = {_PLATFORM: alike(kernel)}
+    return jax.lax.platform_dependent(*arrays, default=alike(otherwise), **branches)
+
+
+def kernel_plan(operator, specs, options):
+    """Return the plan of a call by a kernel, on the current device; None where there is none."""
+    if not has_gpu():
+        return None
+    device = current_device()
+    specs = [spec and spec._replace(device=device) for spec in specs]
+    with planning():
+        plan = operator.plan_of(specs, options)
+    return plan if _is_by_kernels(plan) else None
+
+
+def _is_by_kernels(plan):
+    return plan.by_kernels
+
+
+@functools.cache
+def called(operator, options, order=None):
+    """Return the jitted call of an operator by its kernel.
+
+    With an ``order``, the last array has what the kernel reads besides the operator's arrays:
+    ``order.read(arrays, last)`` is one more argument of a plan that ``order.fits``.
+    """
+
+    def function(*arrays):
+        own = arrays if order is None else arrays[:-1]
+        (result,) = operator.infer((*map(spec, own), None), options)
+        if not result.size:
+            return jnp.zeros(result.shape, result.dtype)
+        key = operator, options, order
+        result = jax.ShapeDtypeStruct(result.shape, result.dtype)
+        return call(_run, key, [result], arrays, scratch=_scratch(key, tuple(map(spec, own))))[0]
+
+    return jit_one_by_one(function)
+
+
+def _run(key, results, scratch, *arrays):
+    """Compute a call on native arrays: see ``_callbacks.call``."""
+    operator, options, order = key
+    own = arrays if order is None else arrays[:-1]
+    given = (*own, results[0])
+    plan = operator.plan_for(given, options)
+    if not _is_usual(plan, key, own):  # arrays are at odd addresses: it allocates what it needs
+        plan.run(*given)
+        return
+    more = () if order is None else (order.read(own, arrays[-1]),)
+    with allocating_from(scratch):
+        plan.run(*given, *more)
+
+
+def _is_usual(plan, key, arrays):
+    """Whether a plan is the one whose memory :func:`_scratch` has counted."""
+    operator, options, order = key
+    if order is not None:
+        return order.fits(plan)
+    if not plan.by_kernels:
+        return True
+    specs = (None if array is None else ArraySpec(array.shape, array.dtype) for array in arrays)
+    return plan is kernel_plan(operator, [*specs, None], options)
+
+
+@functools.lru_cache(maxsize=1024)
+def _scratch(key, specs):
+    """Return the bytes that a call allocates."""
+    operator, options, order = key
+    plan = kernel_plan(operator, [*specs, None], options)
+    if plan is None:
+        return 0
+    given = list(map(nowhere, specs))
+    more = () if order is None else (order.read(given, nowhere(ArraySpec((1,), "u1"))),)
+    with dry_run() as memory:
+        plan.run(*given, nowhere(plan.results[0]), *more)
+    return memory.nbytes
