@@ -23,7 +23,7 @@ class Beside:
     """Kernels that threads compile while the caller goes on: the ``kernels`` of a Rehearsal."""
 
     def __init__(self):
-        self._begun, self._pool, self._lock = {}, None, threading.Lock()
+        self._begun, self._pool, self._lock = set(), None, threading.Lock()
 
     def __setitem__(self, kernel, _):
         """Begin to compile a (stem, kernel, template) that is not on disk, unless it was begun."""
@@ -35,13 +35,11 @@ class Beside:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(_processors())
             named = compiling.name_expression(*instance)
-            made = self._pool.submit(compiling.cubin_on_disk, stem, named, arch)
-            self._begun[kernel, arch] = made
+            self._pool.submit(compiling.cubin_on_disk, stem, named, arch)
+            self._begun.add((kernel, arch))
 
     def wait(self):
         """Wait until all are compiled; an error comes from who loads the kernel."""
-        if self._pool is None:
-            return
         with self._lock:
             pool, self._pool = self._pool, None
         if pool is not None:

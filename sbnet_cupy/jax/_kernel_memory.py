@@ -61,7 +61,6 @@ class Layout(NamedTuple):
             for field in self.fields
         ]  # fmt: skip
 
-
     def in_xla(self, arena):
         """Return the arrays, none of which were given, as XLA's own."""
         fields = (None if field is None else _piece(arena, *field) for field in self.fields)

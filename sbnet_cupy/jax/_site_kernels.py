@@ -239,8 +239,9 @@ def list_sites(listing, indices, count, by_xla):
 def _has_lister(listing, indices):
     """Whether there is a kernel for such a list."""
     rows, d = len(indices), indices.shape[1] - 1
-    is_any = rows and listing.capacity and has_gpu()
-    return bool(is_any) and map_kernels.has_kernel(d, rows, listing.window)
+    if not (rows and listing.capacity and has_gpu()):
+        return False
+    return map_kernels.has_kernel(d, rows, listing.window)
 
 
 def _listed(listing, indices, count):
