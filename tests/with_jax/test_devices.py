@@ -327,6 +327,7 @@ print("passed")
 
 def run(code, flags):
     environment = os.environ | {"XLA_FLAGS": flags, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # where support is
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True, text=True, env=environment, check=False,
