@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ..core.spec import ArraySpec
+from ..core.spec import spec_of as spec_of_native
 from ._callbacks import allocating_from, call, current_device, has_gpu, vary_alike
 from ._kernel_memory import dry_run, nowhere, planning, spec
 from ._mapped import jit_one_by_one
@@ -78,23 +79,17 @@ def _run(key, results, scratch, *arrays):
     own = arrays if order is None else arrays[:-1]
     given = (*own, results[0])
     plan = operator.plan_for(given, options)
-    if not _is_usual(plan, key, own):  # arrays are at odd addresses: it allocates what it needs
-        plan.run(*given)
+    if not (_are_aligned(given) if order is None else order.fits(plan)):
+        plan.run(*given)  # another plan than :func:`_scratch` ran: it allocates what it needs
         return
     more = () if order is None else (order.read(own, arrays[-1]),)
     with allocating_from(scratch):
         plan.run(*given, *more)
 
 
-def _is_usual(plan, key, arrays):
-    """Whether a plan is the one whose memory :func:`_scratch` has counted."""
-    operator, options, order = key
-    if order is not None:
-        return order.fits(plan)
-    if not plan.by_kernels:
-        return True
-    specs = (None if array is None else ArraySpec(array.shape, array.dtype) for array in arrays)
-    return plan is kernel_plan(operator, [*specs, None], options)
+def _are_aligned(arrays):
+    """Whether arrays lie as those of a dry run do, so that a plan is the same."""
+    return all(array is None or spec_of_native(array).alignment == 0 for array in arrays)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,4 +1,8 @@
-"""Calls of kernels from XLA, in a process without a GPU: into NumPy, by the same ways."""
+"""Calls of kernels from XLA: into NumPy, where there is no GPU; what is compared of them."""
+
+import numpy as np
+
+from support.assertions import to_numpy
 
 
 def call_back_on_cpu(setattr=setattr):
@@ -16,3 +20,36 @@ def call_back_on_cpu(setattr=setattr):
         (_site_kernels, "_has_lister", lambda *given: False),
     ):
         setattr(module, name, value)
+
+
+def check_close(one, other, tolerance=2e-5):
+    """Assert that two results differ by rounding, as a share of the largest number."""
+    one, other = (to_numpy(array).astype(np.float64) for array in (one, other))
+    size = abs(other).max(initial=1e-30)
+    np.testing.assert_allclose(one, other, atol=tolerance * size, rtol=0)
+
+
+def derivatives_of(jax, run, arrays, tangents):
+    """Return a result, its tangent, the gradient of a loss, and the tangent of that."""
+
+    @jax.jit
+    def both(arrays, tangents):
+        forwards = jax.jvp(run, (arrays,), (tangents,))
+        gradient = jax.grad(lambda arrays: (run(arrays) ** 3).sum())
+        return forwards, jax.jvp(gradient, (arrays,), (tangents,))
+
+    return both(arrays, tangents)
+
+
+def check_members(jax, loss, *many):
+    """Assert that the mapped gradients of a loss of two arrays are those of each member alone."""
+    gradient = jax.value_and_grad(loss, argnums=(0, 1))
+    for axes in ((0, None), (None, 0), (0, 0)):
+        pairs = list(zip(many, axes, strict=True))
+        given = (array if axis == 0 else array[0] for array, axis in pairs)
+        found = jax.jit(jax.vmap(gradient, in_axes=axes))(*given)
+        for member in range(2):
+            own = (array[member if axis == 0 else 0] for array, axis in pairs)
+            expected = jax.jit(gradient)(*own)
+            for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+                check_close(one[member], other)

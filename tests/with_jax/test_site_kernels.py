@@ -12,7 +12,7 @@ import sbnet_cupy as sb
 from support.adapter_cases import normal
 from support.assertions import assert_same, to_numpy
 from support.exhaustive import thinned_pairs
-from support.jax_callbacks import call_back_on_cpu
+from support.jax_callbacks import call_back_on_cpu, check_close, check_members, derivatives_of
 from support.jax_site_cases import BATCH, SHAPE, tensors
 
 CONVS = {
@@ -44,13 +44,6 @@ def routes(sbj, place, jax, monkeypatch):
     _site_kernels.by_kernels, submanifold.by_kernels = before
 
 
-def close(one, other, tolerance=2e-5):
-    """Assert that two results differ by rounding, as a share of the largest number."""
-    one, other = map(to_numpy, (one, other))
-    size = abs(other).max(initial=1e-30)
-    np.testing.assert_allclose(one, other, atol=tolerance * size, rtol=0)
-
-
 @pytest.mark.parametrize(
     ("name", "epilogue"),
     thinned_pairs(5, list(CONVS), ["plain", "relu", "silu", "groups", "tf32"]),
@@ -77,18 +70,10 @@ def test_all_derivatives_are_those_of_xla(sbj, place, jax, routes, name, epilogu
             own = x.replace(arrays["features"])
             return getattr(sbj, function)(own, arrays["w"], **options, **arrays["rest"]).features
 
-        @jax.jit
-        def derivatives(arrays, tangents, run=run):
-            def loss(arrays):
-                return (run(arrays) ** 3).sum()
-
-            forwards = jax.jvp(run, (arrays,), (tangents,))
-            return forwards, jax.jvp(jax.grad(loss), (arrays,), (tangents,))
-
-        found[called_back] = derivatives(arrays, tangents)
+        found[called_back] = derivatives_of(jax, run, arrays, tangents)
     rounded = epilogue == "tf32" and place.name != "cpu"
     for one, other in zip(*map(jax.tree.leaves, found.values()), strict=True):
-        close(other, one, 4e-3 if rounded else 2e-5)
+        check_close(other, one, 4e-3 if rounded else 2e-5)
 
 
 def test_members_of_a_batch_are_convolved_one_by_one(sbj, place, jax, routes):
@@ -102,15 +87,7 @@ def test_members_of_a_batch_are_convolved_one_by_one(sbj, place, jax, routes):
         y = sbj.strided_conv(x.replace(features), w, stride=2, padding=1, activation="silu")
         return (y.features**2).sum()
 
-    gradient = jax.value_and_grad(loss, argnums=(0, 1))
-    for axes in ((0, None), (None, 0), (0, 0)):
-        given = many if axes[0] == 0 else many[0], w if axes[1] == 0 else w[0]
-        found = jax.jit(jax.vmap(gradient, in_axes=axes))(*given)
-        for member in range(2):
-            own = (a[member] if axis == 0 else a for a, axis in zip(given, axes, strict=True))
-            expected = jax.jit(gradient)(*own)
-            for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-                close(one[member], other)
+    check_members(jax, loss, many, w)
 
 
 def test_a_table_that_was_made_by_hand_is_xlas(sbj, place, jax, routes):
@@ -187,7 +164,7 @@ def test_layers_in_a_loop_are_those_of_the_package(sbj, place, jax, routes, dtyp
     count = len(exact.features)
     if place.name == "cpu":
         assert_same(to_numpy(found)[:count], exact.features)
-    close(to_numpy(found)[:count].astype(np.float32), exact.features.astype(np.float32), 2e-2)
+    check_close(to_numpy(found)[:count].astype(np.float32), exact.features.astype(np.float32), 2e-2)
     assert not to_numpy(found)[count:].any() and sums.shape == (3,)
 
 
@@ -216,7 +193,7 @@ def test_bits_on_a_gpu_are_those_of_cupy(sbj, jax, require, dtype, channels):
         assert int(count[0]) == len(z)
         assert_same(to_numpy(found[0]), cupy.asnumpy(y.features))
         assert_same(to_numpy(found[1]), cupy.asnumpy(sb.submanifold_conv(y, native).features))
-        close(to_numpy(found[2])[: len(z)], cupy.asnumpy(z), 2e-3)  # of a kernel for more rows
+        check_close(to_numpy(found[2])[: len(z)], cupy.asnumpy(z), 2e-3)  # of another kernel
 
 
 GRID = {"spatial_shape": tuple(3 * n for n in SHAPE), "batch_size": BATCH}

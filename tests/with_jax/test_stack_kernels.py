@@ -8,10 +8,13 @@ import functools
 import numpy as np
 import pytest
 
+from sbnet_cupy.core.device import Device
+from sbnet_cupy.core.spec import ArraySpec
+from sbnet_cupy.operators import OPERATORS
 from support.adapter_cases import normal
 from support.assertions import to_numpy
 from support.exhaustive import thinned_pairs
-from support.jax_callbacks import call_back_on_cpu
+from support.jax_callbacks import call_back_on_cpu, check_close, check_members, derivatives_of
 
 SIZE = (2, 14, 21)  # no multiple of the blocks: some stick out of the image
 BLOCK, ROWS = (4, 8), 16
@@ -45,13 +48,6 @@ def routes(sbj, place, jax, monkeypatch):
     return take
 
 
-def close(one, other, tolerance=2e-5):
-    """Assert that two results differ by rounding, as a share of the largest number."""
-    one, other = (to_numpy(array).astype(np.float64) for array in (one, other))
-    size = abs(other).max(initial=1e-30)
-    np.testing.assert_allclose(one, other, atol=tolerance * size, rtol=0)
-
-
 def whole(*shape, seed=0):
     """Return small whole numbers."""
     return np.random.default_rng(seed).integers(-2, 3, shape).astype(np.float32)
@@ -79,18 +75,6 @@ def cleared(sbj, jax, call, before, after):
         return jax.numpy.where(own[1], y, 0)
 
     return clean
-
-
-def derivatives_of(jax, run, arrays, tangents):
-    """Return a result, its tangent, the gradient of a loss, and the tangent of that."""
-
-    @jax.jit
-    def both(arrays, tangents):
-        forwards = jax.jvp(run, (arrays,), (tangents,))
-        gradient = jax.grad(lambda arrays: (run(arrays) ** 3).sum())
-        return forwards, jax.jvp(gradient, (arrays,), (tangents,))
-
-    return both(arrays, tangents)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +109,7 @@ def test_all_derivatives_are_those_of_xla(sbj, place, jax, routes, name, epilogu
         found[called_back] = derivatives_of(jax, run, arrays, tangents)
     rounded = options["precision"] == "tf32" and place.name != "cpu"
     for one, other in zip(*map(jax.tree.leaves, found.values()), strict=True):
-        close(other, one, 4e-3 if rounded else 2e-5)
+        check_close(other, one, 4e-3 if rounded else 2e-5)
 
 
 def test_a_step_of_several_blocks_and_weights_is_mapped(sbj, place, jax, routes):
@@ -139,15 +123,7 @@ def test_a_step_of_several_blocks_and_weights_is_mapped(sbj, place, jax, routes)
         options = {"strides": 2, "padding": 1, "activation": "silu", "precision": "tf32"}
         return (sbj.stack_conv2d(x, w, table, **options) ** 2).sum()
 
-    gradient = jax.value_and_grad(loss, argnums=(0, 1))
-    for axes in ((0, None), (None, 0), (0, 0)):
-        given = x if axes[0] == 0 else x[0], w if axes[1] == 0 else w[0]
-        found = jax.jit(jax.vmap(gradient, in_axes=axes))(*given)
-        for member in range(2):
-            own = (a[member] if axis == 0 else a for a, axis in zip(given, axes, strict=True))
-            expected = jax.jit(gradient)(*own)
-            for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-                close(one[member], other)
+    check_members(jax, loss, x, w)
 
 
 POOLS = {
@@ -186,7 +162,7 @@ def test_derivatives_of_pools_and_rims_are_those_of_xla(sbj, place, jax, routes,
         routes(called_back)
         found[called_back] = derivatives_of(jax, run, x, dx)
     for one, other in zip(*map(jax.tree.leaves, found.values()), strict=True):
-        close(other, finite(one))
+        check_close(other, finite(one))
 
 
 def network(sbj, table, x, weights):
@@ -226,7 +202,7 @@ def test_a_training_step_is_that_of_xla(sbj, place, jax, routes, dtype):
         found[called_back] = [values, loss(weights, x)]
     rounding = {"float16": 2e-2, "bfloat16": 8e-2, "float32": 2e-2}[dtype]  # tf32 on a GPU
     for one, other in zip(*found.values(), strict=True):
-        close(other, one, 1e-4 if place.name == "cpu" and dtype == "float32" else rounding)
+        check_close(other, one, 1e-4 if place.name == "cpu" and dtype == "float32" else rounding)
     assert float(values[2]) < float(values[0])
 
 
@@ -261,3 +237,93 @@ def test_bits_on_a_gpu_are_those_of_cupy(sbj, jax, require, dtype, kernel):
         expected = layers(sb, *map(cupy.asarray, (*given, w, bias)))
         for one, other in zip(found, expected, strict=True):
             np.testing.assert_array_equal(to_numpy(one), cupy.asnumpy(other))
+
+
+class Unlaunched:
+    """A launch that does nothing, on a GPU that is not there."""
+
+    def __call__(self, *arrays):
+        """Take arrays."""
+
+    def on(self, stream, addresses):
+        """Take addresses."""
+
+
+@pytest.fixture
+def planned(sbj, jax, require, monkeypatch):
+    """Return a function that has calls planned for a GPU that is not there."""
+    from sbnet_cupy.block_sparse.stack import stack_conv_launch, stack_launch, stack_pool_launch
+    from sbnet_cupy.core import graph_memory, launch, operator, packed
+    from sbnet_cupy.jax import _kernel_calls, _kernel_memory
+
+    require("cupy")  # whose arrays can have addresses without memory
+
+    def plan_for(its):
+        for module in (stack_conv_launch, stack_launch, stack_pool_launch):
+            monkeypatch.setattr(module, "current_device", lambda: its)
+
+    for module in (_kernel_calls, _kernel_memory):
+        monkeypatch.setattr(module, "current_device", lambda: 0)
+    for module in (graph_memory, packed):
+        monkeypatch.setattr(module, "is_capturing", lambda array: False)
+    monkeypatch.setattr(launch, "prepare", lambda *given, **options: Unlaunched())
+    monkeypatch.setattr(_kernel_calls, "has_gpu", lambda: True)
+    operator.clear_plans()
+    yield plan_for
+    operator.clear_plans()
+    _kernel_calls._scratch.cache_clear()
+
+
+HOPPER, AMPERE = Device(132, 227 << 10, True, True), Device(84, 99 << 10, False, False)
+CALLS = {
+    "packed": ("stack_conv2d", (64, 64), {}),
+    "parts of sums": ("stack_conv2d", (512, 512), {"capacity": 4, "block": 2, "gpu": AMPERE}),
+    "channels added": ("stack_conv2d", (3, 64), {}),
+    "groups": ("stack_conv2d", (64, 64), {"groups": 2}),
+    "depthwise": ("stack_conv2d", (64, 64), {"groups": 64}),
+    "maximum": ("stack_max_pool", (64, 64), {}),
+    "mean": ("stack_global_pool", (64, 64), {}),
+    "mean of parts": ("stack_global_pool", (64, 64), {"gpu": AMPERE}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_allocates_what_was_counted_while_jax_traced(planned, name):
+    """All of it from scratch, also where a graph is recorded; of arrays at odd addresses not."""
+    import cupy
+
+    from sbnet_cupy.jax import _kernel_calls, _kernel_memory
+
+    function, (channels, out), sizes = CALLS[name]
+    planned(sizes.get("gpu", HOPPER))
+    block, rows, groups = (sizes.get(key, default) for key, default in
+                           (("block", 16), ("capacity", 40), ("groups", 1)))  # fmt: skip
+    half, ints = np.dtype(np.float16), np.dtype(np.int32)
+    shapes = {"x": (rows, block, block, channels), "w": (3, 3, channels // groups, out)}
+    x, w = (ArraySpec(shape, half) for shape in shapes.values())
+    table = [ArraySpec(shape, ints) for shape in ((1,), (rows, 3), (1, 8, 8))]
+    stage = (block, block), (8 * block, 8 * block)
+    if function == "stack_conv2d":
+        bias = ArraySpec((out,), np.dtype(np.float32))
+        specs = (x, w, *table, None, bias, None)
+        options = (*stage, (1, 1), 1, (1, 1), groups, False, (0, 0), "relu", "HWIO", None)
+    else:
+        specs = (x, *table)
+        options = (*stage, *((3, 2, 1, 1, False) if function == "stack_max_pool" else ("mean",)))
+    key = OPERATORS[function], options, None
+    (result,) = OPERATORS[function].infer((*specs, None), options)
+    counted, elsewhere = _kernel_calls._scratch(key, specs), []
+    assert bool(counted) == (name not in ("depthwise", "maximum", "mean"))
+
+    def allocate(nbytes):
+        elsewhere.append(nbytes)
+        return _kernel_memory.nowhere(ArraySpec((nbytes,), np.dtype(np.uint8))).data
+
+    taken = _kernel_memory.nowhere(ArraySpec((counted,), np.dtype(np.uint8)))
+    for is_odd in (False, True):
+        given = list(map(_kernel_memory.nowhere, (*specs, result)))
+        if is_odd:
+            given[0] = cupy.ndarray(given[0].shape, half, given[0].data + 2)
+        with cupy.cuda.using_allocator(allocate):
+            _kernel_calls._run(key, given[-1:], taken if counted else None, *given[:-1])
+        assert bool(elsewhere) == (is_odd and counted > 0)
