@@ -3,6 +3,7 @@
 This file and ``compile.py`` are the only ones that know how kernels are made and launched.
 """
 
+import bisect
 import contextlib
 import ctypes
 import functools
@@ -118,6 +119,52 @@ def recorded():
         yield calls
     finally:
         _RECORDING.calls = before
+
+
+def movable(calls, buffers):
+    """Return what was recorded as launches that can be moved to other memory; None if some cannot.
+
+    Parameters
+    ----------
+    calls : list
+        What :func:`recorded` gave.
+    buffers : sequence of (int, int) or None
+        The memory on which the work was recorded: where each piece begins, and its bytes.
+
+    Returns
+    -------
+    list of (launch, list of (number, bytes))
+        For each array of a launch the piece it lies in and where; (None, address) for a null
+        pointer and for a number. They can be moved to pieces whose beginnings are the same modulo
+        16. None where pieces overlap, where an array lies in none, and for what is no launch.
+    """
+    pieces = sorted((*its, number) for number, its in enumerate(buffers) if its is not None)
+    ends = (start + nbytes for start, nbytes, _ in pieces)
+    if any(end > start for end, (start, *_) in zip(ends, pieces[1:], strict=False)):
+        return None
+    starts, found = [start for start, *_ in pieces], []
+    for launch, arrays in calls:
+        if type(launch) is not _Launch:
+            return None
+        places = []
+        for array in arrays:
+            if array is None or isinstance(array, Number):
+                places.append((None, 0 if array is None else array.ptr))
+                continue
+            own = bisect.bisect_right(starts, array.data.ptr) - 1
+            start, nbytes, number = pieces[own] if own >= 0 else (0, 0, None)
+            if array.data.ptr >= start + nbytes:
+                return None
+            places.append((number, array.data.ptr - start))
+        found.append((launch, places))
+    return found
+
+
+def launch_at(moved, stream, starts):
+    """Do what :func:`movable` returned, on pieces of memory that begin elsewhere, on a stream."""
+    for launch, places in moved:
+        addresses = [at if number is None else starts[number] + at for number, at in places]
+        launch.on(stream, addresses)
 
 
 def enqueue(function, *arguments):

@@ -19,7 +19,7 @@ except ImportError as error:
 
 from ..core.arrays import whole_pieces
 from ..core.compile_ahead import Beside
-from ..core.launch import enqueue, recorded
+from ..core.launch import enqueue, launch_at, movable, recorded
 
 
 def _find_buffer_callback():
@@ -41,6 +41,7 @@ def _find_buffer_callback():
 BESIDE = Beside()  # kernels that are compiled while JAX traces and XLA compiles
 _buffer_callback = _find_buffer_callback()
 _MOST_PLACES = 64  # sets of addresses for which a callback keeps its launches
+_VECTOR = 16  # bytes: what a body launches may depend on addresses modulo this
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 # Without touching the prototype that everybody shares through ctypes.pythonapi.
@@ -91,10 +92,12 @@ def _given_before(position, arrays):
 def _callback(body, spec, kinds, results, has_scratch, alias=()):
     """Return what XLA calls; the same object for the same body, spec, shapes and dtypes.
 
-    ``kinds`` are (shape, dtype) of so many results, scratch, and what is read. XLA gives the same
-    memory again and again: what a body launched on it the first time is launched again.
+    ``kinds`` are (shape, dtype) of so many results, scratch, and what is read. What a body launched
+    the first time is launched again: on other memory, if it was nothing but kernels on memory of
+    its own, else on the same memory, which XLA gives again and again.
     """
-    known = {}  # the launches, by where the memory is
+    known = {}  # the launches, by where the memory is, or by its alignment
+    sizes = [None if kind is None else math.prod(kind[0]) * kind[1].itemsize for kind in kinds]
 
     def callback(context, outs, *arrays):
         buffers = (*outs, *arrays)
@@ -102,19 +105,30 @@ def _callback(body, spec, kinds, results, has_scratch, alias=()):
         if int(kind) == 1:
             run(list(map(_numpy_view, buffers)))
             return
-        places = (device, *(None if buffer is None else address(buffer) for buffer in buffers))
-        launches = known.get(places)
+        starts = [None if buffer is None else address(buffer) for buffer in buffers]
+        places = (device, *starts)
+        alignment = (device, *(None if start is None else start % _VECTOR for start in starts))
         with _entered(context.stream, device):
+            moved = known.get(alignment)
+            if moved is not None:
+                launch_at(moved, context.stream, starts)
+                return
+            launches = known.get(places)
             if launches is not None:
                 for launch, arguments in launches:
                     launch(*arguments)
                 return
             BESIDE.wait()
             with recorded() as launches:
-                run(list(map(_cupy_view, places[1:], kinds, repeat(device))))
+                run(list(map(_cupy_view, starts, kinds, repeat(device))))
         if len(known) >= _MOST_PLACES:
             known.clear()
-        known[places] = launches
+        memory = zip(starts, sizes, strict=True)
+        moved = None if alias else movable(launches, [its if its[1] else None for its in memory])
+        if moved is None:
+            known[places] = launches
+        else:
+            known[alignment] = moved
 
     def run(natives):
         first = results + has_scratch

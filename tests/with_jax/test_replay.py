@@ -69,6 +69,101 @@ def test_the_same_memory_gets_the_same_launches(jax, require, monkeypatch):
     assert entered == [(7, 0)] * 6
 
 
+def kernel(launched, number):
+    """Return a launch that notes its number, its stream and the addresses of its arrays."""
+    given = []
+    parameters = types.SimpleNamespace(
+        fill=lambda *addresses: given.append(list(addresses)),
+        call_of=lambda extent: lambda stream, *_: launched.append((number, stream, given.pop())),
+        stream=lambda device: types.SimpleNamespace(ptr=7), device=0, stem="a file",
+        lock=contextlib.nullcontext(), scalars=(), table=None, error=RuntimeError,
+    )  # fmt: skip
+    return kernels._Launch(parameters, (1, 1, 1), ())
+
+
+@pytest.fixture
+def moving(jax, require, monkeypatch):
+    """A callback that launches kernels on memory; gives lines of memory, it, and what it does."""
+    require("cupy")
+    from sbnet_cupy.jax import _callbacks
+
+    monkeypatch.setattr(_callbacks, "_entered", lambda *where: contextlib.nullcontext())
+    bodies, launched = [], []
+    first, second = kernel(launched, 1), kernel(launched, 2)
+
+    def body(spec, results, scratch, x, nothing, y):
+        bodies.append(spec)
+        second_half = scratch[32:]
+        first(x, None, second_half, results[0])
+        second(kernels.Number(0.5), results[0], y[1:])
+        if spec is not None:
+            kernels.enqueue(spec)
+
+    def callback_of(spec, alias=()):
+        kind, byte = ((4, 16), np.dtype(np.uint8)), np.dtype(np.uint8)
+        kinds = (kind, ((64,), byte), kind, None, kind)
+        return _callbacks._callback(body, spec, kinds, 1, True, alias)
+
+    memory = np.zeros(6 * 256 + 16, np.uint8)
+    memory = memory[-memory.ctypes.data % 16 :]
+
+    def call(callback, *starts):
+        out, scratch, x, y = (Buffer(memory[s : s + 64]) for s in starts)
+        callback(types.SimpleNamespace(stream=7), [out, scratch], x, None, y)
+        out, scratch, x, y = (memory.ctypes.data + s for s in starts)
+        half = kernels.Number(0.5).ptr
+        expected = [(1, 7, [x, 0, scratch + 32, out]), (2, 7, [half, out, y + 16])]
+        done = launched == expected
+        launched.clear()
+        return done
+
+    return callback_of, call, bodies
+
+
+def test_launches_move_to_other_memory(moving):
+    """What depends on addresses is their alignment; and whether pieces of memory are one."""
+    callback_of, call, bodies = moving
+    callback = callback_of(None)
+    for starts, times in (((0, 256, 512, 768), 1), ((256, 0, 1024, 512), 1), ((0, 16, 80, 768), 1),
+                          ((8, 256, 512, 768), 2), ((264, 0, 1024, 512), 2), ((0, 64, 128, 192), 2),
+                          ((0, 256, 512, 512), 2), ((0, 256, 512, 768), 2)):  # fmt: skip
+        assert call(callback, *starts) and len(bodies) == times
+
+
+def test_launches_stay_where_pieces_of_memory_are_one_or_more_is_done(moving):
+    """Recorded there it is not known which of two arrays a launch read."""
+    callback_of, call, bodies = moving
+    done = []
+    for options, starts in (
+        ({"spec": None}, (0, 256, 512, 512)),
+        ({"spec": None, "alias": ((0, 0),)}, (512, 256, 512, 768)),
+        ({"spec": functools.partial(done.append, 1)}, (0, 256, 512, 768)),
+    ):
+        bodies.clear()
+        callback = callback_of(**options)
+        for again in range(2):
+            assert call(callback, *starts) and len(bodies) == 1
+            assert len(done) == (again + 1 if options["spec"] else 0)
+        moved = tuple(start + 256 for start in starts)
+        assert call(callback, *moved) and len(bodies) == 2
+
+
+def test_a_launch_on_memory_of_others_stays(jax, monkeypatch):
+    """And an array behind the end of all, or one that begins before them."""
+    launch, array = kernel([], 0), np.zeros(64, np.uint8)
+    start = array.ctypes.data
+    at = lambda n: types.SimpleNamespace(data=types.SimpleNamespace(ptr=start + n))  # noqa: E731
+    pieces = [(start + 16, 16), None, (start + 48, 16)]
+    for inside, expected in ((16, (0, 0)), (31, (0, 15)), (48, (2, 0)), (63, (2, 15))):
+        assert kernels.movable([(launch, (at(inside), None))], pieces) == [
+            (launch, [expected, (None, 0)])
+        ]
+    for outside in (0, 15, 32, 47, 64):
+        assert kernels.movable([(launch, (at(outside),))], pieces) is None
+    assert kernels.movable([(print, ())], pieces) is None and kernels.movable([], pieces) == []
+    assert kernels.movable([], [(start, 17), (start + 16, 1)]) is None
+
+
 def test_what_failed_is_not_kept(jax, require, monkeypatch):
     require("cupy")
     from sbnet_cupy.jax import _callbacks
