@@ -4,8 +4,9 @@
 
 Compiled calls are timed by their wall time: one that is waited for ("forward", "gradients"), and
 one of ten that are queued before the last is waited for ("forward, queued"). The list of blocks is
-made in the call, and weights are packed in it. Batch norms are folded: there is a bias. With a full
-mask the results are compared. float16 on a GPU; on a CPU nothing is written.
+made in the call; weights are packed before, for gradients in the call. The dense network has its
+weights in both layouts, and is compared by the faster. Batch norms are folded: there is a bias.
+With a full mask the results are compared. float16 on a GPU; on a CPU nothing is written.
 """
 
 import argparse
@@ -19,22 +20,23 @@ from benchmarks.harness import machine
 from benchmarks.harness.rows import OURS, Row, Writer
 from benchmarks.harness.timing import Contender, WallClock
 from benchmarks.networks.bench_networks import BLOCK, SHARES, blobs
+from sbnet_cupy import PackedWeights
 
 FILE = "jax_networks.csv"
-DENSE = "JAX, dense"
+DENSE = {"JAX, dense": "HWIO", "JAX, dense, OHWI": "OHWI"}
 UNITS, WIDTHS = (3, 4, 6, 3), (64, 128, 256, 512)
 QUEUED = 10
 TRAINED = (0.1,)
 
 
 def weights_of(jnp, dtype, units=UNITS, widths=WIDTHS):
-    """Return random weights of a ResNet of bottlenecks: of each layer a kernel and a bias."""
+    """Return random weights of a ResNet of bottlenecks, each layer's as PackedWeights."""
     rng = np.random.default_rng(0)
 
     def layer(size, channels, out, gain=2.0):
         kernel = rng.standard_normal((size, size, channels, out), np.float32)
         kernel *= (gain / (size * size * channels)) ** 0.5
-        return {"w": jnp.asarray(kernel, dtype), "b": jnp.zeros(out, jnp.float32)}
+        return PackedWeights(jnp.asarray(kernel, dtype), bias=jnp.zeros(out, jnp.float32))
 
     stages, before = [], widths[0]
     for count, width in zip(units, widths, strict=True):
@@ -63,8 +65,7 @@ def sparse(sbj, capacity, weights, images, mask):
     table = sbj.block_table(mask, BLOCK, capacity=capacity)
 
     def conv(x, table, layer, activation="relu", **options):
-        how = {"bias": layer["b"], "activation": activation, **options}
-        return sbj.stack_conv2d(x, layer["w"], table, **how)
+        return sbj.stack_conv2d(x, layer, table, activation=activation, **options)
 
     x = sbj.stack_from_image(images, table)
     x = conv(x, table, weights["stem"], strides=2, padding=3)
@@ -81,15 +82,15 @@ def sparse(sbj, capacity, weights, images, mask):
     return x, table
 
 
-def dense(jax, weights, images):
-    """Return the features of whole images, by XLA."""
+def dense(jax, layout, weights, images):
+    """Return the features of whole images, by XLA; weights are in that layout."""
 
     def conv(x, layer, activate=True, stride=1, padding=0, residual=None):
         y = jax.lax.conv_general_dilated(
-            x, layer["w"], (stride, stride), [(padding, padding)] * 2,
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            x, layer.w, (stride, stride), [(padding, padding)] * 2,
+            dimension_numbers=("NHWC", layout, "NHWC"),
         )  # fmt: skip
-        y += layer["b"].astype(y.dtype)
+        y += layer.bias.astype(y.dtype)
         y = y if residual is None else y + residual
         return jax.nn.relu(y) if activate else y
 
@@ -124,16 +125,25 @@ class Calls:
 
         return self.jax.jit(self.jax.grad(loss))
 
-    def dense(self, gradients=False):
+    def dense(self, layout="HWIO", gradients=False):
         """Return the dense call, without arguments."""
-        call = self.of(functools.partial(dense, self.jax), gradients)
-        return functools.partial(call, self.weights, self.images)
+        axes = ["HWIO".index(letter) for letter in layout]
+        weights = self.jax.tree.map(
+            lambda leaf: leaf.transpose(axes) if leaf.ndim == 4 else leaf, self.weights
+        )
+        call = self.of(functools.partial(dense, self.jax, layout), gradients)
+        return functools.partial(call, weights, self.images)
 
     def sparse(self, mask, capacity, gradients=False):
         """Return the call on active blocks, without arguments."""
-        run = functools.partial(sparse, self.sbj, capacity)
-        call = self.of(lambda *given: run(*given)[0], gradients)
-        return functools.partial(call, self.weights, self.images, mask)
+        weights = self.weights
+
+        def run(*given):
+            return sparse(self.sbj, capacity, *given)[0]
+
+        if not gradients:
+            weights = self.sbj.pack_weights(weights, run, self.images, mask)
+        return functools.partial(self.of(run, gradients), weights, self.images, mask)
 
     def compare(self):
         """Raise unless a full mask gives the dense result, up to a rounding in each layer."""
@@ -185,7 +195,8 @@ def _rows(jax, on_gpu, batch, columns, quick):
     calls.compare()
     clock = WallClock(quick)
     for gradients, shares in ((False, SHARES), (True, TRAINED)):
-        contenders, cases = [calls.dense(gradients)], [(DENSE, 1.0, None)]
+        contenders = [calls.dense(layout, gradients) for layout in DENSE.values()]
+        cases = [(name, 1.0, None) for name in DENSE]
         for share in shares:
             mask, blocks = blobs(batch, size, share)
             mask = jax.numpy.asarray(mask.numpy())
@@ -198,9 +209,10 @@ def _rows(jax, on_gpu, batch, columns, quick):
                 for call, (name, *_) in zip(contenders, cases, strict=True)
             ])  # fmt: skip
             us = [[v / queued for v in (t.us, t.p10, t.p90)] for t in timings]
+            dense_us = min(own[0] for own in us[: len(DENSE)])
             for (name, share, blocks), own in zip(cases, us, strict=True):
-                ratio = us[0][0] / own[0]
-                print(f"batch {batch} {variant:>15} {name:>10} {share:5.0%}: {own[0]:9.1f} us, "
+                ratio = dense_us / own[0]
+                print(f"batch {batch} {variant:>15} {name:>16} {share:5.0%}: {own[0]:9.1f} us, "
                       f"{ratio:.2f} of dense", flush=True)  # fmt: skip
                 yield Row(
                     **columns, op="network", suite="resnet50",
@@ -209,7 +221,7 @@ def _rows(jax, on_gpu, batch, columns, quick):
                     variant=f"batch {batch}, {variant}", implementation=name, timed_by="wall",
                     us=own[0], us_p10=own[1], us_p90=own[2], bytes=None, gb_per_s=None,
                     percent_of_copy=None, original_us=None, ratio_to_original=None,
-                    dense_us=us[0][0], ratio_to_dense=ratio,
+                    dense_us=dense_us, ratio_to_dense=ratio,
                 )  # fmt: skip
 
 

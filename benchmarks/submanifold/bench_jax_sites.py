@@ -6,7 +6,8 @@ A layer is a submanifold convolution with a 3^d kernel over a map that was found
 them, one after another, in a compiled function, whose time is divided by ten. Beside it runs the
 same in plain JAX, which takes the rows of each tap and multiplies them, in the same rounds. A map
 is found anew in each call. Networks are those of networks.py, from points to features, with
-capacities. Results are compared first. Features are float16 on a GPU; on a CPU nothing is written.
+capacities; their weights are packed before, for gradients in the call. Results are compared first.
+Features are float16 on a GPU; on a CPU nothing is written.
 """
 
 import functools
@@ -14,6 +15,7 @@ import os
 
 import numpy as np
 
+import sbnet_cupy as sb
 from benchmarks.harness.rows import OURS, Row, Writer
 from benchmarks.harness.timing import Contender, WallClock
 from benchmarks.submanifold import command, networks, scenes
@@ -107,7 +109,7 @@ class InJax(networks.Network):
 
     def convolve(self, number, layer, x, w, b, onto, residual):
         """Run a layer, with bias, residual and relu as part of it."""
-        how = {"activation": "relu", "bias": b}
+        how = {"activation": "relu"}  # and the bias of the PackedWeights w
         if layer.kind == "point":
             return x.replace(self.jnp.maximum(x.features @ w + b, 0))
         if layer.kind == "same":
@@ -128,6 +130,8 @@ class InJax(networks.Network):
 
 def network(jax, torch, name, scene, dtype):
     """Return two compiled functions without arguments, forward and gradients, once compared."""
+    import sbnet_cupy.jax as sbj
+
     jnp, device = jax.numpy, "cuda" if torch.cuda.is_available() else "cpu"
     shape = (1, *(-(-n // 8) * 8 for n in scene.spatial_shape))
     rows, features = scenes.points_of(scene, networks.INPUT)
@@ -138,6 +142,7 @@ def network(jax, torch, name, scene, dtype):
         given = torch.from_numpy(rows).to(device), torch.from_numpy(features).to(device, kind)
         expected = ours(*given)[1].cpu().numpy()
     weights = [[jnp.asarray(t.cpu().numpy()) for t in pair] for pair in weights]
+    weights = [(w, b) if w.ndim == 2 else (sb.PackedWeights(w, bias=b), None) for w, b in weights]
     rows, features = jnp.asarray(rows), jnp.asarray(features, dtype)
 
     def run(weights):
@@ -146,13 +151,14 @@ def network(jax, torch, name, scene, dtype):
     def total(weights):
         return jnp.square(run(weights).astype(jnp.float32)).mean()
 
-    found = np.asarray(jax.jit(run)(weights), np.float64)
+    packed = sbj.pack_weights(weights, run)
+    found = np.asarray(jax.jit(run)(packed), np.float64)
     size = np.linalg.norm(expected.astype(np.float64))
     error = np.linalg.norm(found[: len(expected)] - expected) / size
     if not error <= len(weights) * np.finfo(dtype).eps or found[len(expected) :].any():
         raise AssertionError(f"{scene.name}, {name}: relative error {error:.1e}")
-    functions = jax.jit(run), jax.jit(jax.grad(total))
-    return [lambda f=f: jax.block_until_ready(f(weights)) for f in functions]
+    calls = (jax.jit(run), packed), (jax.jit(jax.grad(total)), weights)
+    return [lambda f=f, own=own: jax.block_until_ready(f(own)) for f, own in calls]
 
 
 def main(arguments=None):

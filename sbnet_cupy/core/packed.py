@@ -67,6 +67,10 @@ class Packed(ArrayContainer):
         """Return what was packed in this form, or None."""
         return self._packed[how][0] if how in self._packed else None
 
+    def keep(self, how, packed):
+        """Take what was packed in this form elsewhere, of these arrays."""
+        self._packed[how] = packed, None
+
     def packed(self, how, pack):
         """Return what ``pack`` makes of the weights: the same memory every time."""
         if how not in self._packed:

@@ -57,6 +57,20 @@ class PackedWeights(Packed):
         self.w, self.scale, self.bias = w, scale, bias
         self.w_format, self.precision = w_format, precision
 
+    @classmethod
+    def of(cls, arrays, w_format="HWIO", precision=None, forms=()):
+        """Return weights of w, scale and bias, or of what stands for them, unchecked.
+
+        ``forms`` are pairs of what names a form, and what was packed of these weights in it.
+        """
+        made = object.__new__(cls)
+        Packed.__init__(made)
+        made.w, made.scale, made.bias = arrays
+        made.w_format, made.precision = w_format, precision
+        for how, packed in forms:
+            made.keep(how, packed)
+        return made
+
     def __repr__(self):
         """Tell the array, the layout and what comes after the convolution; nothing is read."""
         after = [name for name in ("scale", "bias") if getattr(self, name) is not None]

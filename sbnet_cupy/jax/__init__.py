@@ -54,6 +54,7 @@ from . import _callbacks  # noqa: F401 - first: it says what is missing
 from .layers import mask_conv2d, sparse_conv2d, sparse_res_block_bottleneck
 from .norms import masked_batch_norm
 from .ops import reduce_mask, sparse_gather, sparse_scatter
+from .packed_weights import pack_weights
 from .site_pool import global_pool, sparse_avg_pool, sparse_max_pool, sparse_unpool
 from .sites import coordinate_map, dense_to_sparse, kernel_map, sparse_tensor, sparse_to_dense
 from .stack import (
@@ -88,6 +89,7 @@ __all__ = [
     "kernel_map",
     "mask_conv2d",
     "masked_batch_norm",
+    "pack_weights",
     "reduce_mask",
     "site_conv",
     "sparse_avg_pool",

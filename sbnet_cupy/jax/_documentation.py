@@ -2,13 +2,12 @@
 
 import functools
 
-from ..core.documentation import NO_PACKED, documented_as
+from ..core.documentation import documented_as
 
-_WITHOUT = (  # XLA's own operations on arrays that are always contiguous, with weights as arrays
+_WITHOUT = (  # XLA's own operations on arrays that are always contiguous
     r"^Source: .*?\n\n",
     r" C-contiguous\.(?=\n)",
     r",? or (``x`` is )?not contiguous",
-    *NO_PACKED,
     r" and library(?= of)",
 )
 documented = functools.partial(documented_as, array="jax.Array", without=_WITHOUT)

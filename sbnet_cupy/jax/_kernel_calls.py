@@ -9,8 +9,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from ..core.spec import ArraySpec
+from ..core.arrays import compute_dtype
 from ..core.spec import spec_of as spec_of_native
+from ..dense.packed_weights import PackedWeights
 from ._callbacks import allocating_from, call, current_device, has_gpu, vary_alike
 from ._kernel_memory import dry_run, nowhere, planning, spec
 from ._mapped import jit_one_by_one
@@ -53,38 +54,63 @@ def _is_by_kernels(plan):
     return plan.by_kernels
 
 
+def as_tables(x, *tables):
+    """Return tables, or None, in the dtype that kernels read, so that nothing has to be copied."""
+    wide = compute_dtype(x.dtype)
+    return tuple(table if table is None else table.astype(wide) for table in tables)
+
+
 @functools.cache
-def called(operator, options, order=None):
+def called(operator, options, order=None, is_packed=False):
     """Return the jitted call of an operator by its kernel.
 
-    With an ``order``, the last array has what the kernel reads besides the operator's arrays:
-    ``order.read(arrays, last)`` is one more argument of a plan that ``order.fits``.
+    If weights of the call are packed, the bytes follow the operator's arrays. With an ``order``,
+    the last array has what else the kernel reads: ``order.read(arrays, last)`` is one more argument
+    of a plan that ``order.fits``.
     """
+    key = operator, options, order, is_packed
 
     def function(*arrays):
-        own = arrays if order is None else arrays[:-1]
+        own = _apart(key, arrays)[0]
         (result,) = operator.infer((*map(spec, own), None), options)
         if not result.size:
             return jnp.zeros(result.shape, result.dtype)
-        key = operator, options, order
         result = jax.ShapeDtypeStruct(result.shape, result.dtype)
-        return call(_run, key, [result], arrays, scratch=_scratch(key, tuple(map(spec, own))))[0]
+        return call(_run, key, [result], arrays, scratch=_scratch(key, tuple(map(spec, arrays))))[0]
 
     return jit_one_by_one(function)
 
 
+def _apart(key, arrays):
+    """Return the operator's arrays, the packed bytes and what an order reads, or None."""
+    operator, _, order, is_packed = key
+    count = len(operator.arrays) - 1  # without out
+    packed = arrays[count] if is_packed else None
+    return arrays[:count], packed, None if order is None else arrays[-1]
+
+
 def _run(key, results, scratch, *arrays):
     """Compute a call on native arrays: see ``_callbacks.call``."""
-    operator, options, order = key
-    own = arrays if order is None else arrays[:-1]
+    operator, options, order, _ = key
+    own, packed, last = _apart(key, arrays)
     given = (*own, results[0])
     plan = operator.plan_for(given, options)
     if not (_are_aligned(given) if order is None else order.fits(plan)):
         plan.run(*given)  # another plan than :func:`_scratch` ran: it allocates what it needs
         return
-    more = () if order is None else (order.read(own, arrays[-1]),)
+    more = () if order is None else (order.read(own, last),)
     with allocating_from(scratch):
-        plan.run(*given, *more)
+        plan.run(*_with_packed(plan, packed, given), *more)
+
+
+def _with_packed(plan, packed, arrays):
+    """Return the arrays of a call with weights that are packed for the plan in the place of w."""
+    if packed is None:
+        return arrays
+    own = [arrays[place] for place in plan.weights]
+    arrays = [None if place in plan.weights else a for place, a in enumerate(arrays)]
+    arrays[plan.weights[0]] = PackedWeights.of(own, forms=[(plan.how, packed)])
+    return arrays
 
 
 def _are_aligned(arrays):
@@ -95,12 +121,14 @@ def _are_aligned(arrays):
 @functools.lru_cache(maxsize=1024)
 def _scratch(key, specs):
     """Return the bytes that a call allocates."""
-    operator, options, order = key
-    plan = kernel_plan(operator, [*specs, None], options)
+    operator, options, order, _ = key
+    own, packed, last = _apart(key, specs)
+    plan = kernel_plan(operator, [*own, None], options)
     if plan is None:
         return 0
-    given = list(map(nowhere, specs))
-    more = () if order is None else (order.read(given, nowhere(ArraySpec((1,), "u1"))),)
+    own = list(map(nowhere, own))
+    more = () if order is None else (order.read(own, nowhere(last)),)
+    given = _with_packed(plan, nowhere(packed), (*own, nowhere(plan.results[0])))
     with dry_run() as memory:
-        plan.run(*given, nowhere(plan.results[0]), *more)
+        plan.run(*given, *more)
     return memory.nbytes

@@ -11,7 +11,15 @@ import jax
 
 from ._callbacks import vary_alike
 from ._derivatives import bilinear, layer_tangent
-from ._site_kernels import How, multiplied, sum_of_products, transposed_rows, weights
+from ._site_kernels import (
+    How,
+    by_taps,
+    multiplied,
+    packed_weights,
+    sum_of_products,
+    transposed_rows,
+    weights,
+)
 from ._sites import valid_rows
 
 
@@ -23,28 +31,37 @@ class Table(NamedTuple):
     indices: Any  # int32 [M, 1 + d]: the sites of the result
 
 
-def site_conv(features, w, scale, bias, residual, made, groups, activation, precision):
-    """Return the convolution of checked arguments over a map."""
+def site_conv(weights, features, residual, made, groups, activation, precision):
+    """Return the convolution of checked arguments over a map.
+
+    ``weights`` are w, scale, bias, and PackedWeights of the same or None.
+    """
+    w, scale, bias, of_weights = weights
     symmetric = made.is_symmetric()
     how = How(made.kernel_size, groups, precision, made._kept.get("offsets"), symmetric)
     back = made.rows if symmetric else transposed_rows(made.rows, made.source.capacity)
-    arrays = (features, w.reshape(made.taps, *w.shape[-2:]), scale, bias, residual)
-    table = Table(made.rows, back, made.target.indices)
-    given = vary_alike([*arrays, *table, valid_rows(made.target)])
-    return _convolution(how, activation)(*given)
+    arrays = (features, by_taps(made.taps, w), scale, bias, residual)
+    table, valid = Table(made.rows, back, made.target.indices), valid_rows(made.target)
+    packed = None
+    if of_weights is not None:
+        packed = packed_weights(of_weights, how, activation, features, residual, made.rows, valid)
+    return _convolution(how, activation)(*vary_alike([*arrays, *table, valid, packed]))
 
 
 @functools.cache
 def _convolution(how, activation):
-    """Return the jitted convolution with these options, of arrays, a table and which rows hold."""
+    """Return the jitted convolution with these options.
+
+    It is of arrays, a table, which rows hold, and packed weights.
+    """
 
     @jax.custom_jvp
-    def convolve(features, w, scale, bias, residual, rows, back, indices, valid):
+    def convolve(features, w, scale, bias, residual, rows, back, indices, valid, packed):
         arrays = (features, w, scale, bias, residual)
-        return multiplied(how, activation, *arrays, rows, valid, indices)
+        return multiplied(how, activation, *arrays, rows, valid, indices, packed)
 
     def rule(primals, tangents):
-        y, valid = convolve(*primals), primals[-1]
+        y, valid = convolve(*primals), primals[8]
 
         def multiply(features, w):
             return _products(features, w, *primals[5:8], how=how)

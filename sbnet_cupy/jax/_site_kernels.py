@@ -23,10 +23,11 @@ from ..submanifold.site_tiles import TileShape, site_tiles
 from ..submanifold.transposed_rows import TRANSPOSED_ROWS
 from . import _namespace as ops
 from ._callbacks import call, has_gpu
-from ._kernel_calls import called, kernel_plan, on_gpu
+from ._kernel_calls import as_tables, called, kernel_plan, on_gpu
 from ._kernel_memory import layout_of, made, spec
 from ._mapped import jit_one_by_one
 from ._sites import packing, rows_at
+from .packed_weights import Reading, packed_form
 
 
 class How(NamedTuple):
@@ -37,6 +38,10 @@ class How(NamedTuple):
     precision: str | None
     offsets: tuple | None  # how far from a row's site each tap reads, where that is known
     symmetric: bool  # whether ``back`` is ``rows`` with its taps in reverse order
+
+    def options(self, features, activation):
+        """Return those of a call of site_conv."""
+        return self.kernel_size, features.shape[0], self.groups, activation, self.precision
 
 
 def by_kernels(features, made):
@@ -109,29 +114,47 @@ def weights(features, grad, rows, back, indices, *, how):
     return found.reshape(shape)
 
 
-def multiplied(how, activation, features, w, scale, bias, residual, rows, valid, indices):
-    """Return a convolution; ``w`` is ``[taps, C / groups, K]``."""
-    options = (how.kernel_size, features.shape[0], how.groups, activation, how.precision)
-    wide = compute_dtype(features.dtype)  # of tables, so that nothing has to convert them
-    scale, bias = (table if table is None else table.astype(wide) for table in (scale, bias))
-    arrays = (features, rows, valid, w, scale, bias, residual)
+def multiplied(
+    how, activation, features, w, scale, bias, residual, rows, valid, indices, packed=None
+):  # fmt: skip
+    """Return a convolution; ``w`` is ``[taps, C / groups, K]``, with its packed bytes if any."""
+    options = how.options(features, activation)
+    arrays = (features, rows, valid, w, *as_tables(features, scale, bias), residual)
     plan = kernel_plan(SITE_CONV, [*map(spec, arrays), None], options)
 
     def by_xla(*arrays):
-        return convolve_by_xla(*arrays[:-1], how.groups, activation, how.precision)
+        return convolve_by_xla(*arrays[:7], how.groups, activation, how.precision)
 
     def by_kernel(*arrays):
-        *arrays, indices = arrays
+        *arrays, indices, packed = arrays
         if not isinstance(plan, OrderedPlan):
             return called(SITE_CONV, options)(*arrays)
+        more = () if packed is None else (packed,)
         offsets = how.offsets if isinstance(plan.order, TileShape) else None
         sort = Sort(plan.order, features.shape[0], how.kernel_size, offsets)
         order = made(_sorted, sort, arrays[1], None if offsets is None else indices)
-        return called(SITE_CONV, options, sort)(*arrays, order)
+        return called(SITE_CONV, options, sort, bool(more))(*arrays, *more, order)
 
     if plan is None:
-        return by_xla(*arrays, indices)
-    return on_gpu(by_kernel, by_xla, *arrays, indices)
+        return by_xla(*arrays)
+    return on_gpu(by_kernel, by_xla, *arrays, indices, packed)
+
+
+def packed_weights(weights, how, activation, features, residual, rows, valid):
+    """Return the bytes that were packed of PackedWeights for a convolution; None if none were."""
+    reading = Reading(_read, (rows.shape[0],))
+    specs = (*map(spec, (features, rows, valid)), *reading.specs_of(weights), spec(residual))
+    return packed_form(weights, SITE_CONV, how.options(features, activation), specs, reading)
+
+
+def _read(taps, w, scale, bias):
+    """Return weights as a kernel packs them."""
+    return by_taps(taps, w), *as_tables(w, scale, bias)
+
+
+def by_taps(taps, w):
+    """Return a kernel of any number of axes as ``[taps, C / groups, K]``."""
+    return w.reshape(taps, *w.shape[-2:])
 
 
 def transposed_rows(rows, sites):

@@ -14,21 +14,26 @@ from ._places import Places, table_of
 from ._stack_kernels import convolved, sum_of_products, weight_gradient
 
 
-def stack_conv(x, w, scale, bias, residual, table, form, back, activation):
-    """Return the convolution of checked arguments; ``w`` is that of the form."""
-    return _convolution(form, back, activation)(*vary_alike([x, w, scale, bias, residual, *table]))
+def stack_conv(x, w, scale, bias, residual, table, packed, form, back, activation):
+    """Return the convolution of checked arguments; ``w`` is that of the form.
+
+    ``packed`` is what was packed of it before, or None.
+    """
+    arrays = x, w, scale, bias, residual, *table, packed
+    return _convolution(form, back, activation)(*vary_alike(arrays))
 
 
 @functools.cache
 def _convolution(form, back, activation):
-    """Return the jitted convolution with these options, of arrays and a table."""
+    """Return the jitted convolution with these options, of arrays, a table and packed weights."""
 
     @jax.custom_jvp
     def convolve(*arrays):
-        return convolved(form, back, activation, *arrays)
+        *arrays, packed = arrays
+        return convolved(form, back, activation, *arrays, packed=packed)
 
     def rule(primals, tangents):
-        y, table = convolve(*primals), primals[5:]
+        y, table = convolve(*primals), primals[5:8]
         there = Places(table_of(table, form.stage(back))).own()
 
         def multiply(x, w):

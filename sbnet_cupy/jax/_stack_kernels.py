@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from ..block_sparse.stack.neighbours import Axis
 from ..block_sparse.stack.stack_conv2d import STACK_CONV2D
 from ..block_sparse.stack.stages import Window
-from ..core.arrays import compute_dtype
 from . import _namespace as ops
 from ._derivatives import transposed
-from ._kernel_calls import called, kernel_plan, on_gpu
+from ._kernel_calls import as_tables, called, kernel_plan, on_gpu
 from ._kernel_memory import spec
 from ._places import Places, table_of
 from ._stack_halo import fetch
+from .packed_weights import Reading, packed_form
 
 
 class Form(NamedTuple):
@@ -82,23 +82,54 @@ def _options(form, back, activation, specs):
     return options
 
 
-def convolved(form, back, activation, x, w, scale, bias, residual, *table):
-    """Return a convolution; ``w`` is ``[R, S, C_fine / groups, C_coarse]`` in both directions."""
-    wide = compute_dtype(x.dtype)  # of tables, so that nothing has to convert them
-    scale, bias = (t if t is None else t.astype(wide) for t in (scale, bias))
+def convolved(form, back, activation, x, w, scale, bias, residual, *table, packed=None):
+    """Return a convolution; ``w`` is ``[R, S, C_fine / groups, C_coarse]`` in both directions.
+
+    ``packed`` are the bytes of :func:`packed_weights`, if there are any.
+    """
+    scale, bias = as_tables(x, scale, bias)
     w = swap_channels(w, form.groups) if back else w
     arrays = (x, w, *table, scale, bias, residual)
     options = _options(form, back, activation, tuple(map(spec, arrays)))
 
     def by_xla(x, w, *others):
-        table, epilogue = others[:3], others[3:]
+        table, epilogue = others[:3], others[3:6]
         return convolve_by_xla(form, back, activation, x, w, *epilogue, table)
 
     def by_kernel(x, w, *others):
-        w = w[::-1, ::-1] if back else w
-        return called(STACK_CONV2D, options)(x, w, *others)
+        *others, packed = others
+        more = () if packed is None else (packed,)
+        call = called(STACK_CONV2D, options, is_packed=bool(more))
+        return call(x, _turned(w, back), *others, *more)
 
-    return by_xla(*arrays) if options is None else on_gpu(by_kernel, by_xla, *arrays)
+    return by_xla(*arrays) if options is None else on_gpu(by_kernel, by_xla, *arrays, packed)
+
+
+def packed_weights(weights, form, back, activation, x, residual, table):
+    """Return the bytes that were packed of PackedWeights for a convolution; None if none were."""
+    reading = Reading(_read, (weights.w_format, form.groups, back))
+    w, *epilogue = reading.specs_of(weights)
+    specs = (spec(x), w, *map(spec, table), *epilogue, spec(residual))
+    options = _options(form, back, activation, specs)
+    return packed_form(weights, STACK_CONV2D, options, specs, reading)
+
+
+def _read(w_format, groups, back, w, scale, bias):
+    """Return weights as a kernel packs them."""
+    return _turned(as_hwio(w, w_format, groups), back), *as_tables(w, scale, bias)
+
+
+def _turned(w, back):
+    return w[::-1, ::-1] if back else w
+
+
+def as_hwio(w, w_format, groups):
+    """Return a kernel as ``[R, S, C / groups, K]``."""
+    if w_format != "IOHW":
+        return jnp.transpose(w, [w_format.index(letter) for letter in "HWIO"])
+    channels, out, r, s = w.shape
+    w = w.reshape(groups, channels // groups, out, r, s).transpose(3, 4, 1, 0, 2)
+    return w.reshape(r, s, channels // groups, groups * out)
 
 
 def sum_of_products(x, w, *table, how):

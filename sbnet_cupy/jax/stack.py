@@ -25,6 +25,7 @@ from ..block_sparse.stack.stack_halo import STACK_HALO, halo_axes, resolve_pads
 from ..core.arrays import compute_dtype
 from ..core.checks import check_array
 from ..core.sizes import pair
+from ..dense.packed_weights import PackedWeights, arrays_of_weights
 from ..errors import DTypeError, ShapeError
 from . import _namespace as ops
 from ._documentation import documented
@@ -32,7 +33,14 @@ from ._places import Places, specs_of_table
 from ._specs import spec_of
 from ._stack_conv import stack_conv
 from ._stack_halo import fetch
-from ._stack_kernels import Form, convolve_by_xla, has_kernel, swap_channels
+from ._stack_kernels import (
+    Form,
+    as_hwio,
+    convolve_by_xla,
+    has_kernel,
+    packed_weights,
+    swap_channels,
+)
 from .ops import reduce_mask
 
 
@@ -215,6 +223,9 @@ def stack_conv2d(
     >>> jax.grad(lambda w: stack_conv2d(x, w, table).sum())(w)[1, 1, 0, 0].item()
     16.0
     """
+    weights = w
+    own = arrays_of_weights(w, scale, bias, w_format, precision)
+    w, scale, bias, w_format, precision = own
     arrays, sizes = specs_of_table(table)
     names = ("scale", "bias", "residual")
     epilogue = map(spec_of, names, (scale, bias, residual))
@@ -226,22 +237,14 @@ def stack_conv2d(
     STACK_CONV2D.infer((*read, *arrays, *epilogue, None), (*sizes, *options))
     problem = resolve_stack_conv(*read, BlockTable(*arrays, *sizes), *options)
     form, back = Form(problem.window, int(groups), precision), problem.transposed
-    w, listed = _as_hwio(w, problem), table._arrays()
+    w, listed = as_hwio(w, w_format, form.groups), table._arrays()
     given = (scale, bias, residual)
     if has_kernel(form, spec_of("x", x), spec_of("w", w), arrays, back):
-        w = swap_channels(w, form.groups) if back else w
-        return stack_conv(x, w, *given, listed, form, back, activation)
+        w, packed = swap_channels(w, form.groups) if back else w, None
+        if isinstance(weights, PackedWeights):
+            packed = packed_weights(weights, form, back, activation, x, residual, listed)
+        return stack_conv(x, w, *given, listed, packed, form, back, activation)
     return convolve_by_xla(form, back, activation, x, w, *given, listed)
-
-
-def _as_hwio(w, problem):
-    """Return a kernel as ``[R, S, C / groups, K]``."""
-    if problem.w_format != "IOHW":
-        return jnp.transpose(w, [problem.w_format.index(letter) for letter in "HWIO"])
-    channels, out, r, s = w.shape
-    groups = problem.groups
-    w = w.reshape(groups, channels // groups, out, r, s).transpose(3, 4, 1, 0, 2)
-    return w.reshape(r, s, channels // groups, groups * out)
 
 
 @documented(core.stack_per_block)

@@ -7,15 +7,16 @@ import jax.numpy as jnp
 import sbnet_cupy as core
 
 from ..core.checks import check_array
+from ..dense.packed_weights import PackedWeights
 from ..submanifold import sparse_tensor
 from ..submanifold.feature_rows import check_rows, reads
 from ..submanifold.kernel_map import check_kernel_map
-from ..submanifold.site_conv import SITE_CONV
+from ..submanifold.site_conv import SITE_CONV, read_weights
 from ..submanifold.sparse_tensor import SparseTensor
 from ..submanifold.submanifold_conv import kernel_of
 from ._documentation import documented
 from ._site_conv import site_conv as convolve
-from ._site_kernels import by_kernels, convolve_by_xla
+from ._site_kernels import by_kernels, by_taps, convolve_by_xla
 from ._sites import rows_at, valid_rows
 from ._specs import spec_of
 from .sites import kernel_map, number_of, sites_of, way_back
@@ -40,6 +41,7 @@ def site_conv(
     [2.0, 2.0, 1.0]
     """
     check_kernel_map(kernel_map)
+    weights, (w, scale, bias, precision) = read_weights(w, scale, bias, precision)
     valid = valid_rows(kernel_map.target)
     given = {"features": features, "rows": kernel_map.rows, "valid": valid, "w": w,
              "scale": scale, "bias": bias, "residual": residual}  # fmt: skip
@@ -48,9 +50,9 @@ def site_conv(
     options = (kernel_map.kernel_size, sites, groups, activation, precision)
     SITE_CONV.infer((*specs, None), options)
     if by_kernels(features, kernel_map):
-        arrays = (features, w, scale, bias, residual)
-        return convolve(*arrays, kernel_map, groups, activation, precision)
-    w = w.reshape(kernel_map.taps, *w.shape[-2:])
+        own = (w, scale, bias, weights)
+        return convolve(own, features, residual, kernel_map, groups, activation, precision)
+    w = by_taps(kernel_map.taps, w)
     arrays = (features, kernel_map.rows, valid, w, scale, bias, residual)
     return convolve_by_xla(*arrays, groups, activation, precision)
 
@@ -250,7 +252,8 @@ def transposed_conv(
 
 def _kernel_of(x, w):
     sites_of(x)
-    check_array("w", spec_of("w", w))
+    if not isinstance(w, PackedWeights):
+        check_array("w", spec_of("w", w))
     return kernel_of(x, w)
 
 

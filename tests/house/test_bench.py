@@ -422,7 +422,8 @@ def test_networks_in_jax_are_compared(jax, tmp_path, monkeypatch, capsys):
     assert bench.main(command) == 0
     assert not part("harness.rows").read(tmp_path / bench.FILE)
     found = capsys.readouterr().out
-    assert found.count(" of dense") == 2 * (1 + len(bench.SHARES)) + 1 + len(bench.TRAINED)
+    kinds = len(bench.DENSE)
+    assert found.count(" of dense") == 2 * (kinds + len(bench.SHARES)) + kinds + len(bench.TRAINED)
     dense = bench.dense
     monkeypatch.setattr(bench, "dense", lambda *given: 1.1 * dense(*given))
     with pytest.raises(AssertionError, match=r"batch 1: relative error 9\.1e-02 to"):

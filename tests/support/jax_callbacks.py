@@ -1,7 +1,10 @@
 """Calls of kernels from XLA: into NumPy, where there is no GPU; what is compared of them."""
 
+import contextlib
+
 import numpy as np
 
+from sbnet_cupy.core.device import Device
 from support.assertions import to_numpy
 
 
@@ -20,6 +23,50 @@ def call_back_on_cpu(setattr=setattr):
         (_site_kernels, "_has_lister", lambda *given: False),
     ):
         setattr(module, name, value)
+
+
+HOPPER, AMPERE = Device(132, 227 << 10, True, True), Device(84, 99 << 10, False, False)
+
+
+class _Unlaunched:
+    """A launch that does nothing, on a GPU that is not there."""
+
+    def __call__(self, *arrays):
+        """Take arrays."""
+
+    def on(self, stream, addresses):
+        """Take addresses."""
+
+    def bound(self, arrays, given):
+        """Return itself."""
+        return self
+
+
+@contextlib.contextmanager
+def plan_without_gpu(setattr=setattr):
+    """Plan calls of JAX for a GPU that is not there, until the end of a ``with``.
+
+    It gives a function of a Device, on which layers are planned then.
+    """
+    from sbnet_cupy.block_sparse.stack import stack_conv_launch, stack_launch, stack_pool_launch
+    from sbnet_cupy.core import graph_memory, launch, operator, packed
+    from sbnet_cupy.jax import _kernel_calls, _kernel_memory, packed_weights
+    from sbnet_cupy.submanifold import site_conv_launch
+
+    def plan_for(its):
+        for module in (stack_conv_launch, stack_launch, stack_pool_launch, site_conv_launch):
+            setattr(module, "current_device", lambda: its)
+
+    for module in (_kernel_calls, _kernel_memory, packed_weights):
+        setattr(module, "current_device", lambda: 0)
+    for module in (graph_memory, packed):
+        setattr(module, "is_capturing", lambda array: False)
+    setattr(launch, "prepare", lambda *given, **options: _Unlaunched())
+    setattr(_kernel_calls, "has_gpu", lambda: True)
+    operator.clear_plans()
+    yield plan_for
+    operator.clear_plans()
+    _kernel_calls._scratch.cache_clear()
 
 
 def check_close(one, other, tolerance=2e-5):

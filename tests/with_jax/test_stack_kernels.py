@@ -8,13 +8,21 @@ import functools
 import numpy as np
 import pytest
 
-from sbnet_cupy.core.device import Device
+from sbnet_cupy.core.arrays import whole_pieces
 from sbnet_cupy.core.spec import ArraySpec
 from sbnet_cupy.operators import OPERATORS
 from support.adapter_cases import normal
 from support.assertions import to_numpy
 from support.exhaustive import thinned_pairs
-from support.jax_callbacks import call_back_on_cpu, check_close, check_members, derivatives_of
+from support.jax_callbacks import (
+    AMPERE,
+    HOPPER,
+    call_back_on_cpu,
+    check_close,
+    check_members,
+    derivatives_of,
+    plan_without_gpu,
+)
 
 SIZE = (2, 14, 21)  # no multiple of the blocks: some stick out of the image
 BLOCK, ROWS = (4, 8), 16
@@ -239,44 +247,20 @@ def test_bits_on_a_gpu_are_those_of_cupy(sbj, jax, require, dtype, kernel):
             np.testing.assert_array_equal(to_numpy(one), cupy.asnumpy(other))
 
 
-class Unlaunched:
-    """A launch that does nothing, on a GPU that is not there."""
-
-    def __call__(self, *arrays):
-        """Take arrays."""
-
-    def on(self, stream, addresses):
-        """Take addresses."""
-
-
 @pytest.fixture
-def planned(sbj, jax, require, monkeypatch):
+def planned(sbj, require, monkeypatch):
     """Return a function that has calls planned for a GPU that is not there."""
-    from sbnet_cupy.block_sparse.stack import stack_conv_launch, stack_launch, stack_pool_launch
-    from sbnet_cupy.core import graph_memory, launch, operator, packed
-    from sbnet_cupy.jax import _kernel_calls, _kernel_memory
-
     require("cupy")  # whose arrays can have addresses without memory
-
-    def plan_for(its):
-        for module in (stack_conv_launch, stack_launch, stack_pool_launch):
-            monkeypatch.setattr(module, "current_device", lambda: its)
-
-    for module in (_kernel_calls, _kernel_memory):
-        monkeypatch.setattr(module, "current_device", lambda: 0)
-    for module in (graph_memory, packed):
-        monkeypatch.setattr(module, "is_capturing", lambda array: False)
-    monkeypatch.setattr(launch, "prepare", lambda *given, **options: Unlaunched())
-    monkeypatch.setattr(_kernel_calls, "has_gpu", lambda: True)
-    operator.clear_plans()
-    yield plan_for
-    operator.clear_plans()
-    _kernel_calls._scratch.cache_clear()
+    with plan_without_gpu(monkeypatch.setattr) as plan_for:
+        yield plan_for
 
 
-HOPPER, AMPERE = Device(132, 227 << 10, True, True), Device(84, 99 << 10, False, False)
 CALLS = {
-    "packed": ("stack_conv2d", (64, 64), {}),
+    "weights": ("stack_conv2d", (64, 64), {}),
+    "packed": ("stack_conv2d", (64, 64), {"packed": True}),
+    "packed, parts of sums": (
+        "stack_conv2d", (512, 512), {"capacity": 4, "block": 2, "gpu": AMPERE, "packed": True},
+    ),
     "parts of sums": ("stack_conv2d", (512, 512), {"capacity": 4, "block": 2, "gpu": AMPERE}),
     "channels added": ("stack_conv2d", (3, 64), {}),
     "groups": ("stack_conv2d", (64, 64), {"groups": 2}),
@@ -310,10 +294,17 @@ def test_a_call_allocates_what_was_counted_while_jax_traced(planned, name):
     else:
         specs = (x, *table)
         options = (*stage, *((3, 2, 1, 1, False) if function == "stack_max_pool" else ("mean",)))
-    key = OPERATORS[function], options, None
+    is_packed = sizes.get("packed", False)
+    key = OPERATORS[function], options, None, is_packed
     (result,) = OPERATORS[function].infer((*specs, None), options)
+    if is_packed:
+        unpacked = _kernel_calls._scratch((*key[:3], False), specs)
+        plan = _kernel_calls.kernel_plan(OPERATORS[function], [*specs, None], options)
+        specs = (*specs, ArraySpec((plan.pack.nbytes,), np.dtype(np.uint8)))
     counted, elsewhere = _kernel_calls._scratch(key, specs), []
-    assert bool(counted) == (name not in ("depthwise", "maximum", "mean"))
+    assert bool(counted) == (name not in ("packed", "depthwise", "maximum", "mean"))
+    if is_packed:
+        assert counted == unpacked - whole_pieces(plan.pack.nbytes)
 
     def allocate(nbytes):
         elsewhere.append(nbytes)
@@ -321,9 +312,9 @@ def test_a_call_allocates_what_was_counted_while_jax_traced(planned, name):
 
     taken = _kernel_memory.nowhere(ArraySpec((counted,), np.dtype(np.uint8)))
     for is_odd in (False, True):
-        given = list(map(_kernel_memory.nowhere, (*specs, result)))
+        *given, y = map(_kernel_memory.nowhere, (*specs, result))
         if is_odd:
             given[0] = cupy.ndarray(given[0].shape, half, given[0].data + 2)
         with cupy.cuda.using_allocator(allocate):
-            _kernel_calls._run(key, given[-1:], taken if counted else None, *given[:-1])
-        assert bool(elsewhere) == (is_odd and counted > 0)
+            _kernel_calls._run(key, [y], taken if counted else None, *given)
+        assert bool(elsewhere) == (is_odd and (is_packed or counted > 0))
