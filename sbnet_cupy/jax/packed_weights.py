@@ -13,6 +13,7 @@ from ..dense.packed_weights import PackedWeights
 from ..errors import DTypeError
 from ._callbacks import call, current_device
 from ._kernel_calls import kernel_plan
+from ._specs import computes_on_gpu
 
 
 def pack_weights(weights, function, *arguments):
@@ -21,7 +22,7 @@ def pack_weights(weights, function, *arguments):
     JAX arrays that are weights are packed at each call, also of a compiled function. This packs
     each :class:`sbnet_cupy.PackedWeights` in ``weights`` now. It is a pytree, whose packed forms
     are arrays of bytes beside ``w``, ``scale`` and ``bias``: pass it to the compiled function.
-    Where no kernel packs, as on a CPU, nothing is added.
+    Where no kernel packs, and for weights on a CPU, nothing is added.
 
     JAX arrays do not change, so that packed weights are never stale. New weights, as of a step of
     training, have to be packed again. JAX refuses gradients with respect to a pytree with bytes.
@@ -123,8 +124,9 @@ class _Asking(PackedWeights):
     def answered(self):
         """Return the weights with all forms that were asked for, and those that they had."""
         found = _unflatten(*_flatten(self)[::-1])
-        for form, asked in self.asked.items():
-            found.keep(form, _packer(form[1], *asked)(*found._given()))
+        if computes_on_gpu(found.w):
+            for form, asked in self.asked.items():
+                found.keep(form, _packer(form[1], *asked)(*found._given()))
         return found
 
 
