@@ -106,13 +106,14 @@ def _callback(body, spec, kinds, results, has_scratch, alias=()):
             run(list(map(_numpy_view, buffers)))
             return
         starts = [None if buffer is None else address(buffer) for buffer in buffers]
-        places = (device, *starts)
         alignment = (device, *(None if start is None else start % _VECTOR for start in starts))
-        with _entered(context.stream, device):
-            moved = known.get(alignment)
-            if moved is not None:
+        moved = known.get(alignment)
+        if moved is not None:
+            with _current(device):
                 launch_at(moved, context.stream, starts)
-                return
+            return
+        places = (device, *starts)
+        with _entered(context.stream, device):
             launches = known.get(places)
             if launches is not None:
                 for launch, arguments in launches:
@@ -202,6 +203,15 @@ def current_device():
 # ------------------------------------------------------------------------- inside the callback
 
 
+def _current(device):
+    """Return a context in which a device is current: all that kernels need that were launched."""
+    if current_device() == device:
+        return contextlib.nullcontext()
+    import cupy
+
+    return cupy.cuda.Device(device)
+
+
 def _entered(pointer, device):
     """Return a context in which XLA's device and stream are current."""
     import cupy
@@ -270,13 +280,18 @@ def address(buffer):
 @contextlib.contextmanager
 def _relaxed():
     """Let this thread load kernels while XLA records its stream: that work is not recorded."""
-    exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    exchange = _driver().cuThreadExchangeStreamCaptureMode
     mode = ctypes.c_int(_RELAXED)
     exchange(ctypes.byref(mode))
     try:
         yield
     finally:
         exchange(ctypes.byref(mode))
+
+
+@functools.cache
+def _driver():
+    return ctypes.CDLL("libcuda.so.1")
 
 
 def allocating_from(scratch):

@@ -88,6 +88,7 @@ def moving(jax, require, monkeypatch):
     from sbnet_cupy.jax import _callbacks
 
     monkeypatch.setattr(_callbacks, "_entered", lambda *where: contextlib.nullcontext())
+    monkeypatch.setattr(_callbacks, "current_device", lambda: 0)
     bodies, launched = [], []
     first, second = kernel(launched, 1), kernel(launched, 2)
 
