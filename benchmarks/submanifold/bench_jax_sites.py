@@ -1,6 +1,7 @@
 """Convolutions at sites in JAX, and whole networks: the wall time of compiled calls.
 
-    python -m benchmarks.submanifold.bench_jax_sites [--scan FILE.bin] [--quick] [--out FOLDER]
+    python -m benchmarks.submanifold.bench_jax_sites [--scan FILE.bin] [--networks] [--quick]
+        [--out FOLDER]
 
 A layer is a submanifold convolution with a 3^d kernel over a map that was found before: ten of
 them, one after another, in a compiled function, whose time is divided by ten. Beside it runs the
@@ -11,6 +12,7 @@ Features are float16 on a GPU; on a CPU nothing is written.
 """
 
 import functools
+import itertools
 import os
 
 import numpy as np
@@ -163,7 +165,9 @@ def network(jax, torch, name, scene, dtype):
 
 def main(arguments=None):
     """Time all scenes; print and write their rows."""
-    options = command.parser_of(__doc__, FILE).parse_args(arguments)
+    parser = command.parser_of(__doc__, FILE)
+    parser.add_argument("--networks", action="store_true", help="networks alone")
+    options = parser.parse_args(arguments)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leave memory to the others
     import jax
 
@@ -176,39 +180,44 @@ def main(arguments=None):
     dtype = np.float16 if on_gpu else np.float32
     columns["note"] = f"JAX {jax.__version__}"
     with Writer(folder / FILE, Row, keep=True) as writer:
-        for row in _rows(jax, torch, listed, dtype, columns, options.quick):
-            if on_gpu:
-                writer.write(row)
+        clock = WallClock(options.quick)
+        for scene in listed:
+            given = clock, jax, scene, dtype, columns
+            layers = () if options.networks else _rows_of_layers(*given)
+            for row in itertools.chain(layers, _rows_of_networks(torch, *given)):
+                if on_gpu:
+                    writer.write(row)
     return 0
 
 
-def _rows(jax, torch, listed, dtype, columns, quick):
-    clock = WallClock(quick)
-    for scene in listed:
-        for channels in CHANNELS:
-            if channels * len(scene.rows) > MOST:
-                continue
-            layers = Layers(jax, scene, channels, dtype)
-            for variant in ("forward", "gradients"):
-                functions = [layers.function(name, variant) for name in layers.calls]
-                layers.compare(variant, functions)
-                contenders = [
-                    Contender(name, [function])
-                    for name, function in zip(layers.calls, functions, strict=True)
-                ]
-                timings = clock.time_all(contenders)
-                for contender, timing in zip(contenders, timings, strict=True):
-                    how = "site_conv", variant, f"{channels} channels", contender.name
-                    yield _row(columns, scene, dtype, *how, timing, LAYERS)
-        layers = Layers(jax, scene, CHANNELS[0], dtype)
-        find = Contender(OURS, [lambda x=layers: jax.block_until_ready(x.find(x.sites))])
-        (timing,) = clock.time_all([find])
-        yield _row(columns, scene, dtype, "kernel_map", "same", "", OURS, timing, 1)
-        for name in networks.NETWORKS:
-            calls = network(jax, torch, name, scene, dtype)
-            for variant, call in zip(("forward", "gradients"), calls, strict=True):
-                (timing,) = clock.time_all([Contender(OURS, [call])])
-                yield _row(columns, scene, dtype, name, variant, "", OURS, timing, 1)
+def _rows_of_layers(clock, jax, scene, dtype, columns):
+    for channels in CHANNELS:
+        if channels * len(scene.rows) > MOST:
+            continue
+        layers = Layers(jax, scene, channels, dtype)
+        for variant in ("forward", "gradients"):
+            functions = [layers.function(name, variant) for name in layers.calls]
+            layers.compare(variant, functions)
+            contenders = [
+                Contender(name, [function])
+                for name, function in zip(layers.calls, functions, strict=True)
+            ]
+            timings = clock.time_all(contenders)
+            for contender, timing in zip(contenders, timings, strict=True):
+                how = "site_conv", variant, f"{channels} channels", contender.name
+                yield _row(columns, scene, dtype, *how, timing, LAYERS)
+    layers = Layers(jax, scene, CHANNELS[0], dtype)
+    find = Contender(OURS, [lambda: jax.block_until_ready(layers.find(layers.sites))])
+    (timing,) = clock.time_all([find])
+    yield _row(columns, scene, dtype, "kernel_map", "same", "", OURS, timing, 1)
+
+
+def _rows_of_networks(torch, clock, jax, scene, dtype, columns):
+    for name in networks.NETWORKS:
+        calls = network(jax, torch, name, scene, dtype)
+        for variant, call in zip(("forward", "gradients"), calls, strict=True):
+            (timing,) = clock.time_all([Contender(OURS, [call])])
+            yield _row(columns, scene, dtype, name, variant, "", OURS, timing, 1)
 
 
 def _row(columns, scene, dtype, op, variant, channels, name, timing, number):

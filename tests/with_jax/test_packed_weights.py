@@ -137,6 +137,48 @@ def test_weights_are_a_pytree(sbj, place, jax):
             jax.grad(loss)(packed)
 
 
+def several(jax, convolve):
+    """Return functions of weights, several stacks and a table, each by a transformation of JAX."""
+    P = jax.sharding.PartitionSpec
+    mesh = jax.sharding.Mesh(jax.devices()[:1], ("n",))
+
+    def loss(weights, x, table):
+        return (convolve(weights, x, table).astype(np.float32) ** 2).sum()
+
+    def scan(weights, many, table):
+        return jax.lax.scan(lambda _, x: (0, convolve(weights, x, table)), 0, many)[1]
+
+    def again(weights, many, table):
+        return jax.grad(jax.checkpoint(loss), argnums=1)(weights, many[0], table)
+
+    def chosen(weights, many, table):
+        first = functools.partial(convolve, weights, table=table)
+        return jax.lax.cond(many[0, 0, 0, 0, 0] > 0, first, lambda x: -first(x), many[1])
+
+    def sharded(weights, many, table):
+        spread = {"mesh": mesh, "in_specs": (P(), P(), P()), "out_specs": P()}
+        return jax.shard_map(convolve, **spread)(weights, many[0], table)
+
+    return {
+        "vmap": jax.vmap(convolve, in_axes=(None, 0, None)), "scan": scan, "remat": again,
+        "cond": chosen, "shard_map": sharded,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["vmap", "scan", "remat", "cond", "shard_map"])
+def test_packed_weights_go_through_transformations(sbj, place, jax, how):
+    """With the results of arrays; where there is no GPU, as far as JAX traces."""
+    weights, convolve, _, (x, table) = stack_case(sbj, place.make, "three", np.float16)
+    many = jax.numpy.stack([x, 2 * x])
+    function = several(jax, convolve)[how]
+    packed = sbj.pack_weights(weights, function, many, table)
+    assert len(jax.tree.leaves(packed)) == 3 + (place.name != "cpu")
+    if place.name == "cpu" and how == "shard_map" and jax.default_backend() != "cpu":
+        pytest.skip("the mesh is of GPUs")
+    one, other = (to_numpy(jax.jit(function)(w, many, table)) for w in (packed, weights))
+    np.testing.assert_array_equal(one, other)
+
+
 @pytest.fixture
 def planned(sbj, jax, require, monkeypatch):
     """Return a function that has calls planned for a GPU that is not there."""
@@ -177,6 +219,17 @@ def test_what_a_function_asks_for_is_packed(sbj, jax, planned, counted, name, gp
         small = jax.tree.map(lambda leaf: leaf[:-1] if leaf.dtype == np.uint8 else leaf, own)
         with pytest.raises(sb.DTypeError, match=rf"uint8 \({leaves[3].size},\), got uint8"):
             jax.eval_shape(convolve, small, *given)
+
+
+@pytest.mark.parametrize("how", ["vmap", "scan", "remat", "cond", "shard_map"])
+def test_transformations_ask_for_a_form_and_take_it(sbj, jax, planned, how):
+    planned(HOPPER)
+    weights, convolve, _, (x, table) = stack_case(sbj, jax.numpy.asarray, "three", np.float16)
+    given, function = (jax.numpy.stack([x, x]), table), several(jax, convolve)[how]
+    packed = sbj.pack_weights(weights, function, *given)
+    assert len(jax.tree.leaves(packed)) == 4
+    shapes = [jax.eval_shape(function, own, *given).shape for own in (weights, packed)]
+    assert shapes[0] == shapes[1]
 
 
 def test_weights_read_in_two_ways_have_two_forms(sbj, jax, planned, counted):
