@@ -145,22 +145,22 @@ def network(jax, torch, name, scene, dtype):
         expected = ours(*given)[1].cpu().numpy()
     weights = [[jnp.asarray(t.cpu().numpy()) for t in pair] for pair in weights]
     weights = [(w, b) if w.ndim == 2 else (sb.PackedWeights(w, bias=b), None) for w, b in weights]
-    rows, features = jnp.asarray(rows), jnp.asarray(features, dtype)
 
-    def run(weights):
-        return InJax(jax, name, weights, shape, ours.counts)(rows, features)[1]
+    def run(weights, *points):  # not as constants, of which XLA would sort the rows beforehand
+        return InJax(jax, name, weights, shape, ours.counts)(*points)[1]
 
-    def total(weights):
-        return jnp.square(run(weights).astype(jnp.float32)).mean()
+    def total(weights, *points):
+        return jnp.square(run(weights, *points).astype(jnp.float32)).mean()
 
-    packed = sbj.pack_weights(weights, run)
-    found = np.asarray(jax.jit(run)(packed), np.float64)
+    points = jnp.asarray(rows), jnp.asarray(features, dtype)
+    packed = sbj.pack_weights(weights, run, *points)
+    found = np.asarray(jax.jit(run)(packed, *points), np.float64)
     size = np.linalg.norm(expected.astype(np.float64))
     error = np.linalg.norm(found[: len(expected)] - expected) / size
     if not error <= len(weights) * np.finfo(dtype).eps or found[len(expected) :].any():
         raise AssertionError(f"{scene.name}, {name}: relative error {error:.1e}")
     calls = (jax.jit(run), packed), (jax.jit(jax.grad(total)), weights)
-    return [lambda f=f, own=own: jax.block_until_ready(f(own)) for f, own in calls]
+    return [lambda f=f, own=own: jax.block_until_ready(f(own, *points)) for f, own in calls]
 
 
 def main(arguments=None):
