@@ -8,9 +8,10 @@ _INSERTED = re.compile(r"^Parameters\n-+$.*?(?=^Examples\n-+$)", re.MULTILINE | 
 _PARAMETER = r"^{} :[^\n]*\n(?:    [^\n]*\n)+"
 _LISTED = r", {}(?=(?:, \w+)*$)"
 _EXAMPLES = re.compile(r"^Examples\n-+$", re.MULTILINE)
+PACKED_ONCE = r"\s+On a\s+GPU an array is[^.]*:class:`PackedWeights` once[^.]*\."
 NO_PACKED = (  # for ``without``: of an adapter that takes weights as arrays alone
     r",? or PackedWeights",
-    r"\s+On a\s+GPU an array is[^.]*:class:`PackedWeights` once[^.]*\.",
+    PACKED_ONCE,
     r"; None where ``w`` is\s+a PackedWeights, which has its own",
     r"\s+That and the format of a\s+PackedWeights hold without being given\.",
 )

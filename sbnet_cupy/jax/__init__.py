@@ -27,9 +27,9 @@ and scatter this way, and their convolutions are XLA's own, as in all gradients.
 
 :class:`~sbnet_cupy.ActiveBlocks` and :class:`~sbnet_cupy.BottleneckWeights` become pytrees when
 this module is imported, so do :class:`~sbnet_cupy.BlockTable`, :class:`~sbnet_cupy.SparseTensor`,
-:class:`~sbnet_cupy.CoordinateMap` and :class:`~sbnet_cupy.KernelMap`, and
-:class:`~sbnet_cupy.BlockParams` a static one, so that all of them can be arguments of a jitted
-function. There is no ``out``: JAX arrays are never written.
+:class:`~sbnet_cupy.CoordinateMap`, :class:`~sbnet_cupy.KernelMap` and
+:class:`~sbnet_cupy.PackedWeights`, and :class:`~sbnet_cupy.BlockParams` a static one, so that all
+of them can be arguments of a jitted function. There is no ``out``: JAX arrays are never written.
 
 Experimental: all of it stands on ``jax.experimental.buffer_callback``, which JAX may change. It
 does not run on TPUs, and compiled functions cannot be exported or kept in JAX's on-disk cache.

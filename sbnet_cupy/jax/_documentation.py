@@ -2,12 +2,13 @@
 
 import functools
 
-from ..core.documentation import documented_as
+from ..core.documentation import PACKED_ONCE, documented_as
 
 _WITHOUT = (  # XLA's own operations on arrays that are always contiguous
     r"^Source: .*?\n\n",
     r" C-contiguous\.(?=\n)",
     r",? or (``x`` is )?not contiguous",
+    PACKED_ONCE,
     r" and library(?= of)",
 )
 documented = functools.partial(documented_as, array="jax.Array", without=_WITHOUT)

@@ -25,7 +25,8 @@ def pack_weights(weights, function, *arguments):
     Where no kernel packs, and for weights on a CPU, nothing is added.
 
     JAX arrays do not change, so that packed weights are never stale. New weights, as of a step of
-    training, have to be packed again. JAX refuses gradients with respect to a pytree with bytes.
+    training, have to be packed again, of the PackedWeights without bytes: arithmetic on bytes gives
+    no weights. JAX refuses gradients with respect to them, and a convolution what are no bytes.
 
     Parameters
     ----------
@@ -145,8 +146,8 @@ def _asking(weights):
 
 
 def _flatten(weights):
-    forms = weights._packed
-    arrays = *weights._given(), *(packed for packed, _ in forms.values())
+    forms = {how: packed for how, (packed, pack) in weights._packed.items() if pack is None}
+    arrays = *weights._given(), *forms.values()
     return arrays, (weights.w_format, weights.precision, tuple(forms))
 
 

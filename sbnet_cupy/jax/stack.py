@@ -210,7 +210,8 @@ def stack_conv2d(
 
     Rounded once, after the activation. On a GPU there are kernels for half floats, for TF32 and for
     depthwise convolutions, not for transposed ones of other strides than 1: what XLA computes
-    there rounds the sums of half floats first. Rows that are no block are 0, and so is what is
+    there rounds the sums of half floats first. Weights are packed at each call, those of a
+    PackedWeights once by :func:`pack_weights`. Rows that are no block are 0, and so is what is
     outside the image.
 
     Examples

@@ -30,7 +30,8 @@ def site_conv(
     """Convolve rows of features over a KernelMap: :func:`sbnet_cupy.site_conv` for JAX.
 
     Sums are in float32 (float64 for float64), in the order of the taps, and rounded once, after
-    the activation. Differentiable with respect to all arrays.
+    the activation. Differentiable with respect to all arrays. On a GPU weights are packed at each
+    call, those of a PackedWeights once by :func:`pack_weights`.
 
     Examples
     --------
@@ -108,7 +109,7 @@ def submanifold_conv(
     Parameters
     ----------
     x : SparseTensor
-    w : jax.Array, shape (*kernel_size, C / groups, K)
+    w : jax.Array, shape (*kernel_size, C / groups, K), or PackedWeights
     dilation : int or tuple of int
     groups, bias, scale, residual, activation, precision
         As for :func:`sbnet_cupy.submanifold_conv`.

@@ -179,6 +179,13 @@ def test_packed_weights_go_through_transformations(sbj, place, jax, how):
     np.testing.assert_array_equal(one, other)
 
 
+def test_what_the_package_packed_is_no_leaf(sbj, jax):
+    weights = sb.PackedWeights(np.ones((3, 3, 1, 8), np.float32), bias=np.ones(8))
+    assert weights.plain() and weights._packed
+    leaves, structure = jax.tree.flatten(weights)
+    assert len(leaves) == 2 and not jax.tree.unflatten(structure, leaves)._packed
+
+
 @pytest.fixture
 def planned(sbj, jax, require, monkeypatch):
     """Return a function that has calls planned for a GPU that is not there."""
