@@ -131,6 +131,9 @@ class _Asking(PackedWeights):
         return found
 
 
+_Asking.__name__ = PackedWeights.__name__  # as errors name it
+
+
 class _Asked(dict):
     """A dictionary that is equal to itself alone, so that it may be part of a pytree's kind."""
 

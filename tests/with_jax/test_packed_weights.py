@@ -260,6 +260,8 @@ def test_bad_arguments_are_refused(sbj, jax):
     with pytest.raises(sb.DTypeError, match="weights must hold a PackedWeights, got none; wrap"):
         sbj.pack_weights({"w": w}, lambda weights: None)
     weights = sb.PackedWeights(w, bias=ones(8), precision="ieee")
+    with pytest.raises(sb.DTypeError, match="w must be a JAX array, got PackedWeights; pass the"):
+        sbj.pack_weights(weights, lambda w: sbj.sparse_conv2d(x, w, ones((4, 2, 2)), bsize=2))
     with pytest.raises(ValueError, match="bias must be None where w is a PackedWeights"):
         sbj.stack_conv2d(x, weights, table, bias=ones(8))
     with pytest.raises(ValueError, match="precision must be 'ieee', that of the PackedWeights"):
