@@ -61,14 +61,14 @@ def as_tables(x, *tables):
 
 
 @functools.cache
-def called(operator, options, order=None, is_packed=False):
+def called(operator, options, order=None, how=None):
     """Return the jitted call of an operator by its kernel.
 
-    If weights of the call are packed, the bytes follow the operator's arrays. With an ``order``,
-    the last array has what else the kernel reads: ``order.read(arrays, last)`` is one more argument
-    of a plan that ``order.fits``.
+    Of weights that are packed, in the form that a plan names ``how``, the bytes follow the
+    operator's arrays. With an ``order``, the last array has what else the kernel reads:
+    ``order.read(arrays, last)`` is one more argument of a plan that ``order.fits``.
     """
-    key = operator, options, order, is_packed
+    key = operator, options, order, how
 
     def function(*arrays):
         own = _apart(key, arrays)[0]
@@ -83,19 +83,20 @@ def called(operator, options, order=None, is_packed=False):
 
 def _apart(key, arrays):
     """Return the operator's arrays, the packed bytes and what an order reads, or None."""
-    operator, _, order, is_packed = key
+    operator, _, order, how = key
     count = len(operator.arrays) - 1  # without out
-    packed = arrays[count] if is_packed else None
+    packed = None if how is None else arrays[count]
     return arrays[:count], packed, None if order is None else arrays[-1]
 
 
 def _run(key, results, scratch, *arrays):
     """Compute a call on native arrays: see ``_callbacks.call``."""
-    operator, options, order, _ = key
+    operator, options, order, how = key
     own, packed, last = _apart(key, arrays)
     given = (*own, results[0])
     plan = operator.plan_for(given, options)
-    if not (_are_aligned(given) if order is None else order.fits(plan)):
+    fits = _are_aligned(given) if order is None else order.fits(plan)
+    if not fits or (how is not None and plan.how != how):
         plan.run(*given)  # another plan than :func:`_scratch` ran: it allocates what it needs
         return
     more = () if order is None else (order.read(own, last),)

@@ -129,11 +129,11 @@ def multiplied(
         *arrays, indices, packed = arrays
         if not isinstance(plan, OrderedPlan):
             return called(SITE_CONV, options)(*arrays)
-        more = () if packed is None else (packed,)
+        more, how_packed = ((), None) if packed is None else ((packed,), plan.how)
         offsets = how.offsets if isinstance(plan.order, TileShape) else None
         sort = Sort(plan.order, features.shape[0], how.kernel_size, offsets)
         order = made(_sorted, sort, arrays[1], None if offsets is None else indices)
-        return called(SITE_CONV, options, sort, bool(more))(*arrays, *more, order)
+        return called(SITE_CONV, options, sort, how_packed)(*arrays, *more, order)
 
     if plan is None:
         return by_xla(*arrays)

@@ -98,9 +98,11 @@ def convolved(form, back, activation, x, w, scale, bias, residual, *table, packe
 
     def by_kernel(x, w, *others):
         *others, packed = others
-        more = () if packed is None else (packed,)
-        call = called(STACK_CONV2D, options, is_packed=bool(more))
-        return call(x, _turned(w, back), *others, *more)
+        w = _turned(w, back)
+        if packed is None:
+            return called(STACK_CONV2D, options)(x, w, *others)
+        plan = kernel_plan(STACK_CONV2D, [*map(spec, arrays), None], options)
+        return called(STACK_CONV2D, options, how=plan.how)(x, w, *others, packed)
 
     return by_xla(*arrays) if options is None else on_gpu(by_kernel, by_xla, *arrays, packed)
 

@@ -294,13 +294,13 @@ def test_a_call_allocates_what_was_counted_while_jax_traced(planned, name):
     else:
         specs = (x, *table)
         options = (*stage, *((3, 2, 1, 1, False) if function == "stack_max_pool" else ("mean",)))
-    is_packed = sizes.get("packed", False)
-    key = OPERATORS[function], options, None, is_packed
+    is_packed, key = sizes.get("packed", False), (OPERATORS[function], options, None, None)
     (result,) = OPERATORS[function].infer((*specs, None), options)
     if is_packed:
-        unpacked = _kernel_calls._scratch((*key[:3], False), specs)
+        unpacked = _kernel_calls._scratch(key, specs)
         plan = _kernel_calls.kernel_plan(OPERATORS[function], [*specs, None], options)
         specs = (*specs, ArraySpec((plan.pack.nbytes,), np.dtype(np.uint8)))
+        key = (*key[:3], plan.how)
     counted, elsewhere = _kernel_calls._scratch(key, specs), []
     assert bool(counted) == (name not in ("packed", "depthwise", "maximum", "mean"))
     if is_packed:
@@ -318,3 +318,9 @@ def test_a_call_allocates_what_was_counted_while_jax_traced(planned, name):
         with cupy.cuda.using_allocator(allocate):
             _kernel_calls._run(key, [y], taken if counted else None, *given)
         assert bool(elsewhere) == (is_odd and (is_packed or counted > 0))
+    if is_packed:  # bytes of another form are not read
+        elsewhere.clear()
+        *given, y = map(_kernel_memory.nowhere, (*specs, result))
+        with cupy.cuda.using_allocator(allocate):
+            _kernel_calls._run((*key[:3], ("another form",)), [y], None, *given)
+        assert elsewhere
