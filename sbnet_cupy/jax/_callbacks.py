@@ -19,6 +19,7 @@ except ImportError as error:
 
 from ..core.arrays import whole_pieces
 from ..core.compile_ahead import Beside
+from ..core.device import driver
 from ..core.launch import enqueue, launch_at, movable, recorded
 
 
@@ -97,7 +98,7 @@ def _callback(body, spec, kinds, results, has_scratch, alias=()):
     its own, else on the same memory, which XLA gives again and again.
     """
     known = {}  # the launches, by where the memory is, or by its alignment
-    sizes = [None if kind is None else math.prod(kind[0]) * kind[1].itemsize for kind in kinds]
+    sizes = [None if kind is None else _nbytes(*kind) for kind in kinds]
 
     def callback(context, outs, *arrays):
         buffers = (*outs, *arrays)
@@ -262,10 +263,12 @@ def _cupy_view(pointer, kind, device):
         return None
     import cupy
 
-    shape, dtype = kind
-    nbytes = math.prod(shape) * dtype.itemsize
-    memory = cupy.cuda.UnownedMemory(pointer, nbytes, None, device)
-    return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0))
+    memory = cupy.cuda.UnownedMemory(pointer, _nbytes(*kind), None, device)
+    return cupy.ndarray(*kind, cupy.cuda.MemoryPointer(memory, 0))
+
+
+def _nbytes(shape, dtype):
+    return math.prod(shape) * dtype.itemsize
 
 
 def address(buffer):
@@ -280,18 +283,13 @@ def address(buffer):
 @contextlib.contextmanager
 def _relaxed():
     """Let this thread load kernels while XLA records its stream: that work is not recorded."""
-    exchange = _driver().cuThreadExchangeStreamCaptureMode
+    exchange = driver().cuThreadExchangeStreamCaptureMode
     mode = ctypes.c_int(_RELAXED)
     exchange(ctypes.byref(mode))
     try:
         yield
     finally:
         exchange(ctypes.byref(mode))
-
-
-@functools.cache
-def _driver():
-    return ctypes.CDLL("libcuda.so.1")
 
 
 def allocating_from(scratch):

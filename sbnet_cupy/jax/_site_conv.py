@@ -44,7 +44,7 @@ def site_conv(weights, features, residual, made, groups, activation, precision):
     table, valid = Table(made.rows, back, made.target.indices), valid_rows(made.target)
     packed = None
     if of_weights is not None:
-        packed = packed_weights(of_weights, how, activation, features, residual, made.rows, valid)
+        packed = packed_weights(of_weights, how, activation, *arrays, made.rows, valid)
     return _convolution(how, activation)(*vary_alike([*arrays, *table, valid, packed]))
 
 

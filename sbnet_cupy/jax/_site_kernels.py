@@ -129,22 +129,27 @@ def multiplied(
         *arrays, indices, packed = arrays
         if not isinstance(plan, OrderedPlan):
             return called(SITE_CONV, options)(*arrays)
-        more, how_packed = ((), None) if packed is None else ((packed,), plan.how)
         offsets = how.offsets if isinstance(plan.order, TileShape) else None
         sort = Sort(plan.order, features.shape[0], how.kernel_size, offsets)
         order = made(_sorted, sort, arrays[1], None if offsets is None else indices)
-        return called(SITE_CONV, options, sort, how_packed)(*arrays, *more, order)
+        if packed is None:
+            return called(SITE_CONV, options, sort)(*arrays, order)
+        return called(SITE_CONV, options, sort, plan.how)(*arrays, packed, order)
 
     if plan is None:
         return by_xla(*arrays)
     return on_gpu(by_kernel, by_xla, *arrays, indices, packed)
 
 
-def packed_weights(weights, how, activation, features, residual, rows, valid):
-    """Return the bytes that were packed of PackedWeights for a convolution; None if none were."""
-    reading = Reading(_read, (rows.shape[0],))
-    specs = (*map(spec, (features, rows, valid)), *reading.specs_of(weights), spec(residual))
-    return packed_form(weights, SITE_CONV, how.options(features, activation), specs, reading)
+def packed_weights(weights, how, activation, features, w, scale, bias, residual, rows, valid):
+    """Return the bytes that were packed of PackedWeights for a convolution; None if none were.
+
+    ``w``, ``scale`` and ``bias`` are theirs, ``w`` being ``[taps, C / groups, K]``.
+    """
+    arrays = (features, rows, valid, w, *as_tables(features, scale, bias), residual)
+    options, specs = how.options(features, activation), tuple(map(spec, arrays))
+    plan = kernel_plan(SITE_CONV, [*specs, None], options)
+    return packed_form(weights, plan, Reading(_read, (len(rows),)), SITE_CONV, options, specs)
 
 
 def _read(taps, w, scale, bias):

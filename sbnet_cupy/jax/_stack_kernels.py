@@ -69,17 +69,16 @@ def has_kernel(form, x, w, table, back):
     y = x.new((x.shape[0], *form.stage(back).block_size, w.shape[3]))
     turned = w.new(_swapped_shape(w.shape, form.groups))
     return any(
-        _options(form, direction, None, (*read, *table, None, None, None)) is not None
+        _planned(form, direction, None, (*read, *table, None, None, None))[1] is not None
         for direction, read in ((back, (x, w)), (not back, (y, turned)))
     )
 
 
-def _options(form, back, activation, specs):
-    """Return the options of a call by a kernel; None where there is none."""
+def _planned(form, back, activation, specs):
+    """Return the options of a call, and its plan; None for what there is none of."""
     options = form.options(back, activation)
-    if options is None or kernel_plan(STACK_CONV2D, [*specs, None], options) is None:
-        return None
-    return options
+    plan = None if options is None else kernel_plan(STACK_CONV2D, [*specs, None], options)
+    return options, plan
 
 
 def convolved(form, back, activation, x, w, scale, bias, residual, *table, packed=None):
@@ -90,7 +89,7 @@ def convolved(form, back, activation, x, w, scale, bias, residual, *table, packe
     scale, bias = as_tables(x, scale, bias)
     w = swap_channels(w, form.groups) if back else w
     arrays = (x, w, *table, scale, bias, residual)
-    options = _options(form, back, activation, tuple(map(spec, arrays)))
+    options, plan = _planned(form, back, activation, tuple(map(spec, arrays)))
 
     def by_xla(x, w, *others):
         table, epilogue = others[:3], others[3:6]
@@ -101,19 +100,20 @@ def convolved(form, back, activation, x, w, scale, bias, residual, *table, packe
         w = _turned(w, back)
         if packed is None:
             return called(STACK_CONV2D, options)(x, w, *others)
-        plan = kernel_plan(STACK_CONV2D, [*map(spec, arrays), None], options)
         return called(STACK_CONV2D, options, how=plan.how)(x, w, *others, packed)
 
-    return by_xla(*arrays) if options is None else on_gpu(by_kernel, by_xla, *arrays, packed)
+    return by_xla(*arrays) if plan is None else on_gpu(by_kernel, by_xla, *arrays, packed)
 
 
-def packed_weights(weights, form, back, activation, x, residual, table):
-    """Return the bytes that were packed of PackedWeights for a convolution; None if none were."""
+def packed_weights(weights, form, back, activation, x, w, scale, bias, residual, table):
+    """Return the bytes that were packed of PackedWeights for a convolution; None if none were.
+
+    ``w``, ``scale`` and ``bias`` are theirs, ``w`` as a convolution of x reads it.
+    """
+    specs = tuple(map(spec, (x, w, *table, *as_tables(x, scale, bias), residual)))
+    options, plan = _planned(form, back, activation, specs)
     reading = Reading(_read, (weights.w_format, form.groups, back))
-    w, *epilogue = reading.specs_of(weights)
-    specs = (spec(x), w, *map(spec, table), *epilogue, spec(residual))
-    options = _options(form, back, activation, specs)
-    return packed_form(weights, STACK_CONV2D, options, specs, reading)
+    return packed_form(weights, plan, reading, STACK_CONV2D, options, specs)
 
 
 def _read(w_format, groups, back, w, scale, bias):

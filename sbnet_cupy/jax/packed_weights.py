@@ -8,7 +8,6 @@ import jax
 import numpy as np
 
 from ..core.packed import PackedPlan
-from ..core.spec import ArraySpec
 from ..dense.packed_weights import PackedWeights
 from ..errors import DTypeError
 from ._callbacks import call, current_device
@@ -74,26 +73,25 @@ def pack_weights(weights, function, *arguments):
     return jax.tree.unflatten(structure, packed)
 
 
-def packed_form(weights, operator, options, specs, read):
-    """Return the bytes that were packed of weights for a call by a kernel; None if none were.
+def packed_form(weights, plan, read, *call):
+    """Return the bytes that were packed of PackedWeights for a call; None if none were.
 
     Parameters
     ----------
-    weights : PackedWeights or any
+    weights : PackedWeights
         What the caller passed as w.
-    operator, options, specs
-        The call. None as options if there is no kernel.
+    plan : Plan or None
+        That of the call, if there is a kernel for it.
     read : Reading
         What the kernel packs of the weights.
+    *call
+        The operator, the options, and the specs of the arrays.
     """
-    if not _is_packed(weights) or options is None:
-        return None
-    plan = kernel_plan(operator, [*specs, None], options)
     if not isinstance(plan, PackedPlan):
         return None
     form = plan.how, read
     if isinstance(weights, _Asking):
-        weights.asked[form] = operator, options, tuple(specs)
+        weights.asked.calls[form] = call
         return None
     packed = weights.kept(form)
     if packed is not None:
@@ -107,45 +105,40 @@ class Reading(NamedTuple):
     function: Callable
     options: tuple
 
-    def specs_of(self, weights):
-        """Return the specs of what is packed of weights, of which some may be None."""
-        found = jax.eval_shape(lambda *arrays: self(*arrays), *weights._given())
-        return tuple(its and ArraySpec(its.shape, its.dtype) for its in found)
-
     def __call__(self, w, scale, bias):
         """Return what is packed."""
         return self.function(*self.options, w, scale, bias)
 
 
+class _Asked:
+    """Which forms are asked for: part of the kind of a pytree, shared by all copies of it."""
+
+    def __init__(self):
+        self.calls = {}  # (how, Reading) -> a call that reads this form
+
+
 class _Asking(PackedWeights):
     """Weights of a function that is traced to find out how its kernels pack them."""
 
-    asked: dict  # (how, Reading) -> a call that reads this form; shared by all copies
+    asked: _Asked
 
     def answered(self):
         """Return the weights with all forms that were asked for, and those that they had."""
-        found = _unflatten(*_flatten(self)[::-1])
+        arrays, meta = _flatten(self)
+        found = _unflatten(meta, arrays)
         if computes_on_gpu(found.w):
-            for form, asked in self.asked.items():
-                found.keep(form, _packer(form[1], *asked)(*found._given()))
+            for form, call in self.asked.calls.items():
+                found.keep(form, _packer(form[1], *call)(*found._given()))
         return found
 
 
 _Asking.__name__ = PackedWeights.__name__  # as errors name it
 
 
-class _Asked(dict):
-    """A dictionary that is equal to itself alone, so that it may be part of a pytree's kind."""
-
-    __hash__ = object.__hash__
-
-    def __eq__(self, other):
-        return self is other
-
-
 def _asking(weights):
     """Return the same weights, as they ask."""
-    return _unflatten_asking((_flatten(weights)[1], _Asked()), _flatten(weights)[0])
+    arrays, meta = _flatten(weights)
+    return _unflatten_asking((meta, _Asked()), arrays)
 
 
 def _flatten(weights):

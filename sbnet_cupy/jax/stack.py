@@ -241,9 +241,10 @@ def stack_conv2d(
     w, listed = as_hwio(w, w_format, form.groups), table._arrays()
     given = (scale, bias, residual)
     if has_kernel(form, spec_of("x", x), spec_of("w", w), arrays, back):
-        w, packed = swap_channels(w, form.groups) if back else w, None
+        packed = None
         if isinstance(weights, PackedWeights):
-            packed = packed_weights(weights, form, back, activation, x, residual, listed)
+            packed = packed_weights(weights, form, back, activation, x, w, *given, listed)
+        w = swap_channels(w, form.groups) if back else w
         return stack_conv(x, w, *given, listed, packed, form, back, activation)
     return convolve_by_xla(form, back, activation, x, w, *given, listed)
 

@@ -1,6 +1,8 @@
-"""How XLA compiles what these tests call."""
+"""How XLA compiles what these tests call, and plans for a GPU that is not there."""
 
 import pytest
+
+from support.jax_callbacks import plan_without_gpu
 
 # Of these, all is XLA's own: what is called back from XLA, and copied for it, depends on its
 # optimisations, and is compiled as users compile it.
@@ -15,3 +17,11 @@ def _few_optimisations(request, jax):
     jax.config.update("jax_disable_most_optimizations", own and jax.default_backend() == "cpu")
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
+def planned(sbj, require, monkeypatch):
+    """Return a function that has calls planned for a GPU that is not there."""
+    require("cupy")  # whose arrays can have addresses without memory
+    with plan_without_gpu(monkeypatch.setattr) as plan_for:
+        yield plan_for

@@ -9,7 +9,7 @@ import sbnet_cupy as sb
 from support.adapter_cases import normal
 from support.assertions import to_numpy
 from support.exhaustive import thinned_pairs
-from support.jax_callbacks import AMPERE, HOPPER, check_close, plan_without_gpu
+from support.jax_callbacks import AMPERE, HOPPER, check_close
 
 CHANNELS, OUT = 64, 128
 CONVS = {  # of a stack: the shape of the weights, and options
@@ -187,13 +187,11 @@ def test_what_the_package_packed_is_no_leaf(sbj, jax):
 
 
 @pytest.fixture
-def planned(sbj, jax, require, monkeypatch):
-    """Return a function that has calls planned for a GPU that is not there."""
-    require("cupy")
+def planned(jax, planned):
+    """The same where JAX computes on a CPU, which then calls back."""
     if jax.default_backend() != "cpu":
         pytest.skip("JAX has a GPU")
-    with plan_without_gpu(monkeypatch.setattr) as plan_for:
-        yield plan_for
+    yield planned
     jax.clear_caches()
 
 

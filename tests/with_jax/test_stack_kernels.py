@@ -21,7 +21,6 @@ from support.jax_callbacks import (
     check_close,
     check_members,
     derivatives_of,
-    plan_without_gpu,
 )
 
 SIZE = (2, 14, 21)  # no multiple of the blocks: some stick out of the image
@@ -245,14 +244,6 @@ def test_bits_on_a_gpu_are_those_of_cupy(sbj, jax, require, dtype, kernel):
         expected = layers(sb, *map(cupy.asarray, (*given, w, bias)))
         for one, other in zip(found, expected, strict=True):
             np.testing.assert_array_equal(to_numpy(one), cupy.asnumpy(other))
-
-
-@pytest.fixture
-def planned(sbj, require, monkeypatch):
-    """Return a function that has calls planned for a GPU that is not there."""
-    require("cupy")  # whose arrays can have addresses without memory
-    with plan_without_gpu(monkeypatch.setattr) as plan_for:
-        yield plan_for
 
 
 CALLS = {
